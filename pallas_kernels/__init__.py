@@ -1,0 +1,1 @@
+"""GPU kernels for GDN decoding; imports jax only and takes plain arrays."""
