@@ -1,6 +1,6 @@
 """What a Hugging Face `config.json` says about the text model: which architecture, which geometry, which layers."""
 
-import math
+import sys
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -150,6 +150,6 @@ def _size(text: Mapping[str, Any], key: str) -> int:
 
 def _epsilon(text: Mapping[str, Any], key: str) -> float:
     value = _required(text, key)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not (0 < value < math.inf):
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= sys.float_info.max:
         raise CheckpointError(f"{key} must be a positive finite number, got {value!r}")
     return float(value)

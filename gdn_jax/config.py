@@ -1,14 +1,17 @@
 """Configurations: frozen, hashable values that hold exactly what changes the result."""
 
 import dataclasses
-import math
 import operator
 from collections.abc import Mapping
 from typing import Any
 
+from checkpoints.errors import CheckpointError
 from checkpoints.hf_config import gdn_dims, text_config
 
 __all__ = ["GEOMETRIES", "GdnConfig", "Geometry"]
+
+_FLOAT32_TINY = 2.0**-126
+_FLOAT32_MAX = 2.0**128 - 2.0**104
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -21,7 +24,7 @@ class GdnConfig:
 
     Raises:
         TypeError: a size is not an integer, or `norm_eps` is not a number.
-        ValueError: a size is below 1, H is not a multiple of G, or `norm_eps` is not a positive finite number.
+        ValueError: a size is below 1, H is not a multiple of G, or `norm_eps` is not a positive normal float32.
     """
 
     hidden: int
@@ -35,11 +38,7 @@ class GdnConfig:
     def __post_init__(self):
         for field in ("hidden", "key_heads", "value_heads", "key_dim", "value_dim", "conv_width"):
             object.__setattr__(self, field, _positive_int(field, getattr(self, field)))
-        if isinstance(self.norm_eps, bool) or not isinstance(self.norm_eps, int | float):
-            raise TypeError(f"norm_eps must be a float, got {self.norm_eps!r}")
-        if not (math.isfinite(self.norm_eps) and self.norm_eps > 0):
-            raise ValueError(f"norm_eps must be positive and finite, got {self.norm_eps!r}")
-        object.__setattr__(self, "norm_eps", float(self.norm_eps))
+        object.__setattr__(self, "norm_eps", _epsilon(self.norm_eps))
         if self.value_heads % self.key_heads:
             raise ValueError(
                 f"value_heads must be a multiple of key_heads, got H={self.value_heads}, G={self.key_heads}; "
@@ -53,7 +52,10 @@ class GdnConfig:
         Raises:
             CheckpointError: a key is missing or of the wrong kind, or the architecture is another one.
         """
-        return cls(**gdn_dims(text_config(config))._asdict())
+        try:
+            return cls(**gdn_dims(text_config(config))._asdict())
+        except ValueError as error:  # sizes are checked already: an epsilon that is no float32
+            raise CheckpointError(f"the configuration cannot be used: {error}") from error
 
     @property
     def ratio(self) -> int:
@@ -86,6 +88,15 @@ def _positive_int(name: str, value: Any) -> int:
     if number < 1:
         raise ValueError(f"{name} must be at least 1, got {number}")
     return number
+
+
+def _epsilon(value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"norm_eps must be a float, got {value!r}")
+    # As a subnormal it would be flushed to zero, and a zero row would then divide by zero.
+    if not _FLOAT32_TINY <= value <= _FLOAT32_MAX:
+        raise ValueError(f"norm_eps must lie in {_FLOAT32_TINY:.3g} … {_FLOAT32_MAX:.3g} (float32), got {value!r}")
+    return float(value)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,0 +1,26 @@
+"""Checkpoint files in, named numpy tensors out."""
+
+import os
+from pathlib import Path
+
+from checkpoints.base import Checkpoint, TensorInfo
+from checkpoints.errors import CheckpointError, GdnError
+from checkpoints.hf import CONFIG_FILE, open_hf
+
+__all__ = ["Checkpoint", "CheckpointError", "GdnError", "TensorInfo", "open_checkpoint"]
+
+_SUPPORTED = f"a Hugging Face directory ({CONFIG_FILE} beside safetensors weights)"
+
+
+def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
+    """Open the checkpoint at `path` with the reader of its kind: a Hugging Face directory.
+
+    Raises:
+        CheckpointError: there is nothing at `path`, it is of no supported kind, or its reader refuses it.
+    """
+    location = Path(path)
+    if not location.exists():
+        raise CheckpointError(f"{location}: no such file or directory")
+    if (location / CONFIG_FILE).is_file():
+        return open_hf(location)
+    raise CheckpointError(f"{location}: not a checkpoint of a supported kind; supported: {_SUPPORTED}")

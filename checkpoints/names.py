@@ -1,0 +1,124 @@
+"""Canonical tensor names, the shapes of a GDN layer, and which names a model has a place for.
+
+Canonical are the names of Qwen3.5's text model in Hugging Face, without a prefix.
+"""
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from checkpoints.hf_config import GdnDims, gdn_layers
+
+__all__ = [
+    "INTERLEAVED_NAMES",
+    "PROJECTION_NAMES",
+    "STORED_GDN_NAMES",
+    "Vocabulary",
+    "gdn_prefix",
+    "gdn_shapes",
+    "kind_outside_text",
+    "listed",
+    "unprefixed",
+]
+
+# The four input projections of a GDN layer, and the two tensors that hold them in Qwen3-Next.
+PROJECTION_NAMES = ("in_proj_qkv.weight", "in_proj_z.weight", "in_proj_b.weight", "in_proj_a.weight")
+INTERLEAVED_NAMES = ("in_proj_qkvz.weight", "in_proj_ba.weight")
+STORED_GDN_NAMES = (
+    *PROJECTION_NAMES,
+    *INTERLEAVED_NAMES,
+    *("conv1d.weight", "dt_bias", "A_log", "norm.weight", "out_proj.weight"),
+)
+
+# Which of these stands there depends on the class that saved the model, not on the model.
+_PREFIX = re.compile(r"(?:model\.language_model|language_model\.model|language_model|model)\.")
+
+# Number lengths are bounded so that a name cannot ask for an absurd integer.
+_LAYER = re.compile(r"layers\.(0|[1-9][0-9]{0,8})\.(.+)", re.DOTALL)
+_MIXER_PARTS = {
+    "linear_attention": re.compile("|".join(re.escape(f"linear_attn.{name}") for name in STORED_GDN_NAMES)),
+    "full_attention": re.compile(r"self_attn\.(?:[qkvo]_proj\.weight|[qk]_norm\.weight|[qkvo]_proj\.bias)"),
+}
+_COMMON_PARTS = re.compile(
+    r"(?:input|post_attention)_layernorm\.weight"
+    r"|mlp\.(?:shared_expert\.|experts\.(?:0|[1-9][0-9]{0,8})\.)?(?:gate|up|down)_proj\.weight"
+    r"|mlp\.experts\.(?:gate_up|down)_proj"
+    r"|mlp\.(?:shared_expert_)?gate\.weight"
+)
+_MODEL_NAMES = frozenset({"embed_tokens.weight", "norm.weight", "lm_head.weight"})
+
+
+def unprefixed(name: str) -> str:
+    """`name` without the prefix of the class that saved it; canonical names come back as they are."""
+    return name.removeprefix(match[0]) if (match := _PREFIX.match(name)) else name
+
+
+def kind_outside_text(name: str) -> str | None:
+    """The kind of an unprefixed name that belongs to the model but not to its text part, or None."""
+    if name.startswith("mtp."):
+        return "multi-token-prediction"
+    if name.startswith("visual."):
+        return "vision"
+    return None
+
+
+def gdn_prefix(layer: int) -> str:
+    """What the names of one GDN layer start with; `layer` is the model's layer number."""
+    return f"layers.{layer}.linear_attn."
+
+
+def gdn_shapes(dims: GdnDims) -> dict[str, tuple[int, ...]]:
+    """Canonical shape of each tensor of a GDN layer, by the name after `gdn_prefix`.
+
+    C = 2·G·K + H·V; projections are [output, input], the convolution is [C, 1, W].
+    """
+    values = dims.value_heads * dims.value_dim
+    channels = 2 * dims.key_heads * dims.key_dim + values
+    return {
+        "in_proj_qkv.weight": (channels, dims.hidden),
+        "in_proj_z.weight": (values, dims.hidden),
+        "in_proj_b.weight": (dims.value_heads, dims.hidden),
+        "in_proj_a.weight": (dims.value_heads, dims.hidden),
+        "conv1d.weight": (channels, 1, dims.conv_width),
+        "dt_bias": (dims.value_heads,),
+        "A_log": (dims.value_heads,),
+        "norm.weight": (dims.value_dim,),
+        "out_proj.weight": (dims.hidden, values),
+    }
+
+
+class Vocabulary:
+    """The unprefixed names that a model of the flat configuration `text` may hold, interleaved projections included."""
+
+    def __init__(self, text: Mapping[str, Any]):
+        self._gdn_layers = frozenset(gdn_layers(text))
+        self._layer_count: int = text["num_hidden_layers"]
+        self._has_bias = text.get("attention_bias") is True
+
+    def objection(self, name: str) -> str | None:
+        """Why the model has no place for `name`, or None when it has one."""
+        if name in _MODEL_NAMES:
+            return None
+        match = _LAYER.fullmatch(name)
+        if match is None:
+            return "unknown name"
+        layer, part = int(match[1]), match[2]
+        if layer >= self._layer_count:
+            return f"the configuration has {self._layer_count} layers"
+        if _COMMON_PARTS.fullmatch(part):
+            return None
+        return self._mixer_objection("linear_attention" if layer in self._gdn_layers else "full_attention", part)
+
+    def _mixer_objection(self, layer_type: str, part: str) -> str | None:
+        if _MIXER_PARTS[layer_type].fullmatch(part):
+            return "attention_bias is not set" if part.endswith(".bias") and not self._has_bias else None
+        if any(pattern.fullmatch(part) for pattern in _MIXER_PARTS.values()):
+            return f"the configuration says {layer_type}"
+        return "unknown name"
+
+
+def listed(items: Iterable[str], shown: int = 4) -> str:
+    """`items` for an error message: the first few, and how many more there are."""
+    items = list(items)
+    rest = len(items) - shown
+    return ", ".join(items[:shown]) + (f" and {rest} more" if rest > 0 else "")

@@ -1,0 +1,80 @@
+"""Gated DeltaNet (GDN) linear attention in JAX: a pure step over an explicit state, with evidence for every number.
+
+>>> import gdn_jax as gdn
+>>> cfg = gdn.GdnConfig(hidden=64, key_heads=2, value_heads=6, key_dim=16, value_dim=8, conv_width=4)
+>>> state = gdn.init_state(cfg, layers=2, batch=1)
+>>> state.S.shape, state.conv_hist.shape
+((2, 1, 6, 16, 8), (2, 1, 3, 112))
+
+Everything public is listed here and imported on first use: importing the package needs no GPU and stays cheap.
+"""
+
+import importlib
+from typing import TYPE_CHECKING
+
+_HOME = {
+    "GEOMETRIES": "config",
+    "GdnConfig": "config",
+    "Geometry": "config",
+    "GdnState": "state",
+    "Snapshot": "state",
+    "branch": "state",
+    "init_state": "state",
+    "merge": "state",
+    "reset": "state",
+    "restore": "state",
+    "select": "state",
+    "snapshot": "state",
+    "state_nbytes": "state",
+    "GdnStack": "weights",
+    "GdnWeights": "weights",
+    "abstract": "weights",
+    "from_canonical": "weights",
+    "load_config": "weights",
+    "load_layer": "weights",
+    "load_stack": "weights",
+    "scan": "layer",
+    "step": "layer",
+    "tap_shapes": "taps",
+    "trace": "taps",
+    "history_from_window": "conv",
+    "implementation_report": "ops",
+}
+"""Public name -> the module that defines it."""
+
+__all__ = [*_HOME, "errors"]  # pyright: ignore[reportUnsupportedDunderAll]
+
+if TYPE_CHECKING:
+    from gdn_jax import errors
+    from gdn_jax.config import GEOMETRIES, GdnConfig, Geometry
+    from gdn_jax.conv import history_from_window
+    from gdn_jax.layer import scan, step
+    from gdn_jax.ops import implementation_report
+    from gdn_jax.state import (
+        GdnState,
+        Snapshot,
+        branch,
+        init_state,
+        merge,
+        reset,
+        restore,
+        select,
+        snapshot,
+        state_nbytes,
+    )
+    from gdn_jax.taps import tap_shapes, trace
+    from gdn_jax.weights import GdnStack, GdnWeights, abstract, from_canonical, load_config, load_layer, load_stack
+
+
+def __getattr__(name: str):
+    if name == "errors":
+        return importlib.import_module("gdn_jax.errors")
+    if name not in _HOME:
+        raise AttributeError(f"module 'gdn_jax' has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"gdn_jax.{_HOME[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__():
+    return sorted(__all__)

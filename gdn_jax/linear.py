@@ -1,0 +1,36 @@
+"""Projections in float32: y = W x, summed in groups of 32 columns."""
+
+import functools
+import operator
+
+import jax
+import jax.numpy as jnp
+
+from gdn_jax.axes import Array, Float32
+
+__all__ = ["GROUP", "project"]
+
+GROUP = 32
+"""Columns per partial sum; also the columns that share one scale in 4-bit weights."""
+
+
+def project(w: Float32[Array, "O I"], x: Float32[Array, "B I"]) -> Float32[Array, "B O"]:
+    """y[b, o] = sum_g (sum_{j < 32} W[o, 32g + j] · x[b, 32g + j]): two levels of sums, both in float32.
+
+    Two levels keep the rounding error near that of pairwise summation whatever order the backend gives each of them: at
+    I = 5120, 1e-7 relative to the largest output, where a dot of the CPU backend reaches 6e-7. Multiply-and-add, with
+    no dot, is true float32 on every backend: no TF32, and no library whose order depends on the batch. Columns beyond
+    the last whole group of 32 form a shorter group of their own.
+    """
+    columns = x.shape[-1]
+    whole = columns - columns % GROUP
+    parts = []
+    if whole:
+        groups = (whole // GROUP, GROUP)
+        w_groups, x_groups = w[:, :whole].reshape(1, -1, *groups), x[:, :whole].reshape(-1, 1, *groups)
+        # The barrier keeps XLA from merging the two sums into one long one.
+        partial = jax.lax.optimization_barrier(jnp.sum(w_groups * x_groups, axis=-1))
+        parts.append(jnp.sum(partial, axis=-1))
+    if whole < columns:
+        parts.append(jnp.sum(w[None, :, whole:] * x[:, None, whole:], axis=-1))
+    return functools.reduce(operator.add, parts)

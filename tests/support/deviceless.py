@@ -1,0 +1,25 @@
+"""Compile for an H200 on a machine without a GPU. Needs the CUDA wheels of the `deviceless` group, no driver."""
+
+import pathlib
+
+import jax
+from jax.experimental import topologies
+from jax.sharding import NamedSharding, PartitionSpec
+
+# Written by XLA on the card itself, beside its dumps.
+_TARGET = pathlib.Path(__file__).parent.parent / "data" / "h200.gpu_target_config.pbtxt"
+
+
+def compile_for_h200(jitted, *args, **kwargs):
+    """The compiled program of a jitted function for arguments given as shapes (`jax.ShapeDtypeStruct` leaves)."""
+    topology = topologies.get_topology_desc(platform="cuda", target_config=_TARGET.read_text(), topology="1x1x1")
+    mesh = topologies.make_mesh(topo=topology, mesh_shape=(1,), axis_names=("x",))
+    placed = NamedSharding(mesh, PartitionSpec())
+
+    def place(leaf):
+        if isinstance(leaf, jax.ShapeDtypeStruct):
+            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=placed)
+        return leaf
+
+    with jax.set_mesh(mesh):
+        return jitted.lower(*jax.tree.map(place, args), **jax.tree.map(place, kwargs)).compile()

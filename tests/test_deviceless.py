@@ -1,0 +1,47 @@
+"""The float32 programs, compiled for an H200 without one: what they copy, alias and keep beside the state."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import gdn_jax as gdn
+from gdn_jax.state import state_shapes
+from tests.support.deviceless import compile_for_h200
+
+pytestmark = pytest.mark.deviceless
+
+GEOMETRY = gdn.GEOMETRIES["qwen3.5-27b"]
+STATIC = ("cfg", "precision", "implementation")
+
+
+@pytest.mark.parametrize("name", ["step", "scan"])
+@pytest.mark.parametrize("stacked", [False, True], ids=["one_layer", "stack"])
+def test_donated_program_keeps_the_state_in_place(name, stacked):
+    layers = 4  # the copies would scale with it; four keep a stack of float32 weights within a card
+    cfg = GEOMETRY.cfg
+    state = state_shapes(cfg, layers=layers, batch=1)
+    weights = gdn.abstract(cfg, layers=layers) if stacked else gdn.abstract(cfg)
+    weights = gdn.GdnStack(weights) if stacked else weights
+    x = jax.ShapeDtypeStruct((1, cfg.hidden) if name == "step" else (5, 1, cfg.hidden), jnp.float32)
+    program = jax.jit(getattr(gdn, name), static_argnames=STATIC, donate_argnames=("state",))
+
+    compiled = compile_for_h200(program, weights, state, x, cfg=cfg, layer=jax.ShapeDtypeStruct((), jnp.int32))
+
+    nbytes = sum(gdn.state_nbytes(cfg, layers=layers, batch=1).values())
+    one_layer = sum(gdn.state_nbytes(cfg, layers=1, batch=1).values())
+    memory = compiled.memory_analysis()
+    assert memory.alias_size_in_bytes == nbytes
+    # Beside the state: a few copies of one layer's state, and the partial sums of the largest projection. A scan over
+    # a stack also takes its layer's weights out of the stack, once per call.
+    partial_sums = 4 * cfg.conv_channels * cfg.hidden // 32
+    taken_out = sum(4 * leaf.size for leaf in jax.tree.leaves(gdn.abstract(cfg))) if stacked and name == "scan" else 0
+    assert memory.temp_size_in_bytes < taken_out + 4 * one_layer + 2 * partial_sums
+    of_the_stack = re.compile(
+        rf"f32\[{layers},1,({cfg.value_heads},{cfg.key_dim},{cfg.value_dim}|3,{cfg.conv_channels})\]"
+    )
+    copies = [
+        line for line in compiled.as_text().splitlines() if " copy(" in line and of_the_stack.search(line.split("(")[0])
+    ]
+    assert copies == []
