@@ -10,7 +10,8 @@ from jax.core import Tracer
 from gdn_jax import ops
 from gdn_jax.config import GdnConfig
 from gdn_jax.errors import StateMismatchError
-from gdn_jax.require import require_array, require_config
+from gdn_jax.q4 import Q4Tensor
+from gdn_jax.require import require_array, require_config, require_kind
 from gdn_jax.state import check_state
 from gdn_jax.weights import TABLE, GdnStack, GdnWeights, abstract
 
@@ -24,12 +25,11 @@ def check_request(
 ) -> None:
     """Refuse a malformed request before any work; `axes` names the axes of x. Raises as documented in `step`."""
     require_config(cfg)
-    ops.check_precision(precision)
     for operation in ops.OPERATIONS:
         ops.choose(operation, implementation)
     check_state(state, cfg)
     _check_layer(layer, state.layers)
-    _check_weights(w, cfg, state.layers, layer)
+    _check_weights(w, cfg, state.layers, layer, precision)
     _check_input(x, axes, state.batch, cfg.hidden)
 
 
@@ -40,15 +40,18 @@ def _check_input(x: Any, axes: str, batch: int, hidden: int) -> None:
 
 
 def _check_layer(layer: Any, layers: int) -> None:
-    scalar = isinstance(layer, int) or (isinstance(layer, jax.Array | np.ndarray | np.generic) and layer.shape == ())
-    if not scalar or isinstance(layer, bool) or not np.issubdtype(np.result_type(layer), np.integer):
+    if isinstance(layer, jax.Array | np.ndarray | np.generic):
+        integer = layer.shape == () and np.issubdtype(layer.dtype, np.integer)
+    else:
+        integer = isinstance(layer, int) and not isinstance(layer, bool)
+    if not integer:
         raise TypeError(f"layer must be an int or an int32 scalar, got {layer!r}")
     if not isinstance(layer, Tracer) and not 0 <= int(layer) < layers:
         raise ValueError(f"layer must lie in 0 … {layers - 1} (the state has {layers} layers), got {int(layer)}")
 
 
-def _check_weights(w: Any, cfg: GdnConfig, layers: int, layer: Any) -> None:
-    if isinstance(w, tuple) and not isinstance(w, GdnWeights):
+def _check_weights(w: Any, cfg: GdnConfig, layers: int, layer: Any, precision: str) -> None:
+    if isinstance(w, tuple):
         if isinstance(layer, Tracer):
             raise TypeError(
                 "a tuple of weights needs a Python int as layer: its members may differ in tier, so a traced index "
@@ -57,21 +60,35 @@ def _check_weights(w: Any, cfg: GdnConfig, layers: int, layer: Any) -> None:
         if len(w) != layers:
             raise StateMismatchError(f"the tuple holds {len(w)} layers of weights, the state {layers}")
         for member in w:
-            _check_layer_weights(member, abstract(cfg))
+            _check_layer_weights(member, cfg)
+        w = w[int(layer)]
     elif isinstance(w, GdnStack):
-        _check_layer_weights(w.layers, abstract(cfg, layers=layers))
+        if len(w) != layers:
+            raise StateMismatchError(f"the stack holds {len(w)} layers of weights, the state {layers}")
+        w = w.layers
+        _check_layer_weights(w, cfg, layers=layers)
     else:
-        _check_layer_weights(w, abstract(cfg))
+        _check_layer_weights(w, cfg)
+    ops.check_precision(precision, w.tier)
 
 
-def _check_layer_weights(w: Any, expected: GdnWeights) -> None:
+def _check_layer_weights(w: Any, cfg: GdnConfig, layers: int | None = None) -> None:
     if not isinstance(w, GdnWeights):
         raise TypeError(f"weights must be GdnWeights, a GdnStack or a tuple of GdnWeights, got {type(w).__name__}")
+    expected = abstract(cfg, layers=layers, tier=w.tier)
     for row in TABLE:
-        leaf, want = row.of(w), row.of(expected)
-        require_array(f"weight {row.field}", leaf, "float32")
-        if leaf.shape != want.shape:
-            raise ValueError(f"weight {row.field} must have shape {want.shape} for this cfg, got {leaf.shape}")
+        _check_leaf(f"weight {row.field}", row.of(w), row.of(expected))
+
+
+def _check_leaf(name: str, leaf: Any, want: Any) -> None:
+    if isinstance(want, Q4Tensor):
+        require_kind(name, leaf, Q4Tensor)
+        _check_leaf(f"{name}.codes", leaf.codes, want.codes)
+        _check_leaf(f"{name}.scales", leaf.scales, want.scales)
+        return
+    require_array(name, leaf, str(want.dtype))
+    if leaf.shape != want.shape:
+        raise ValueError(f"{name} must have shape {want.shape} for this cfg, got {leaf.shape}")
 
 
 def check_active(active: Any, shape: tuple[int, ...]) -> Any:

@@ -9,7 +9,9 @@ from typing import Any
 
 import jax
 
-__all__ = ["describe", "gpu_is_present", "warnings"]
+__all__ = ["describe", "gpu_is_present", "make_reproducible", "warnings"]
+
+_REPRODUCIBLE = "--xla_gpu_deterministic_ops=true"
 
 _PACKAGES = ("gdn-jax", "jax", "jaxlib", "flax", "chex", "orbax-checkpoint", "numpy", "safetensors", "gguf")
 
@@ -23,6 +25,17 @@ def describe() -> dict[str, Any]:
         "backend": jax.default_backend(),
         "devices": [f"{device.platform}:{device.id} {device.device_kind}" for device in jax.devices()],
     }
+
+
+def make_reproducible() -> None:
+    """Ask XLA for the same code whenever it compiles the same stage; to be called before a backend is used.
+
+    On a GPU, XLA times several versions of a fusion and keeps the fastest, which may be another one in the next
+    program, with sums in another order. The flag takes the choice away from the clock.
+    """
+    flags = os.environ.get("XLA_FLAGS", "")
+    if "--xla_gpu_deterministic_ops" not in flags:
+        os.environ["XLA_FLAGS"] = f"{flags} {_REPRODUCIBLE}".strip()
 
 
 def gpu_is_present() -> bool:

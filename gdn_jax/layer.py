@@ -17,9 +17,10 @@ from gdn_jax.border import Weights, check_active, check_request
 from gdn_jax.config import GdnConfig
 from gdn_jax.conv import conv_step
 from gdn_jax.delta import delta_step
+from gdn_jax.fence import fence
 from gdn_jax.gates import log_decay, write_strength
-from gdn_jax.linear import project
 from gdn_jax.norms import gated_rms_norm, l2_normalise
+from gdn_jax.ops import project
 from gdn_jax.state import GdnState
 from gdn_jax.weights import GdnStack, GdnWeights
 
@@ -51,31 +52,33 @@ def advance(
     history: Float32[Array, "B P C"],
     x: Float32[Array, "B D"],
     cfg: GdnConfig,
+    precision: str,
 ) -> Stages:
     """Carry one layer one token forward, keeping every intermediate.
 
-    The stages are separated by optimisation barriers: whatever else a program asks for, each stage is compiled over the
-    same materialised inputs, so programs that tap intermediates and programs that do not agree bitwise.
+    The stages are fenced off from each other: whatever else a program asks for, each stage is compiled over the same
+    materialised inputs, so programs that tap intermediates and programs that do not agree bitwise.
     """
     batch = x.shape[0]
-    border = jax.lax.optimization_barrier
+    # The inputs too: a loop slices x out of a sequence, a single step does not.
+    s, history, x = fence((s, history, x))
     with jax.named_scope("project_in"):
-        xc, z, b, a = border((project(w.large.qkv, x), project(w.large.z, x), project(w.b, x), project(w.a, x)))
+        xc, z, b, a = fence(tuple(project(m, x, precision) for m in (w.large.qkv, w.large.z, w.b, w.a)))
         z = z.reshape(batch, cfg.value_heads, cfg.value_dim)
     with jax.named_scope("gates"):
-        beta, g = border((write_strength(b), log_decay(a, w.dt_bias, w.A_log)))
+        beta, g = fence((write_strength(b), log_decay(a, w.dt_bias, w.A_log)))
     with jax.named_scope("conv"):
-        xcv, next_history = border(conv_step(history, xc, w.conv))
+        xcv, next_history = fence(conv_step(history, xc, w.conv))
     with jax.named_scope("qk_norm"):
         q, k, v = jnp.split(xcv, (cfg.key_channels, 2 * cfg.key_channels), axis=1)
         q, k = (l2_normalise(heads.reshape(batch, cfg.key_heads, cfg.key_dim)) for heads in (q, k))
-        q, k = border((q * jnp.float32(cfg.key_dim**-0.5), k))
+        q, k = fence((q * jnp.float32(cfg.key_dim**-0.5), k))
     with jax.named_scope("delta_rule"):
-        on, next_s = border(delta_step(s, q, k, v.reshape(z.shape), beta, g))
+        on, next_s = fence(delta_step(s, q, k, v.reshape(z.shape), beta, g))
     with jax.named_scope("gated_norm"):
-        onn = border(gated_rms_norm(on, w.norm, z, cfg.norm_eps))
+        onn = fence(gated_rms_norm(on, w.norm, z, cfg.norm_eps))
     with jax.named_scope("project_out"):
-        out = border(project(w.large.out, onn.reshape(batch, cfg.value_channels)))
+        out = fence(project(w.large.out, onn.reshape(batch, cfg.value_channels), precision))
     chex.assert_shape(out, x.shape)
     chex.assert_equal_shape([s, next_s])
     chex.assert_equal_shape([history, next_history])
@@ -83,19 +86,21 @@ def advance(
     return Stages(xc, z, a, b, beta, g, xcv, q, k, on, onn, out, next_s, next_history)
 
 
-def advance_active(w: GdnWeights, s: Array, history: Array, x: Array, active: Any, cfg: GdnConfig) -> Stages:
+def advance_active(
+    w: GdnWeights, s: Array, history: Array, x: Array, active: Any, cfg: GdnConfig, precision: str
+) -> Stages:
     """`advance` for the rows where `active` [B] is true; elsewhere the output is 0 and the state stays as it is.
 
     Inactive rows are computed on zeros, so that what they hold, NaN included, reaches no gradient either.
     """
     if active is None:
-        return advance(w, s, history, x, cfg)
+        return advance(w, s, history, x, cfg, precision)
 
     def pick(new, old):
         return jnp.where(active.reshape(-1, *(1,) * (new.ndim - 1)), new, old)
 
     calm_s, calm_history, calm_x = (pick(array, jnp.zeros_like(array)) for array in (s, history, x))
-    stages = advance(w, calm_s, calm_history, calm_x, cfg)
+    stages = advance(w, calm_s, calm_history, calm_x, cfg, precision)
     return stages._replace(
         out=pick(stages.out, jnp.zeros_like(stages.out)),
         s=pick(stages.s, s),
@@ -123,7 +128,8 @@ def step(
     `w` is a `GdnWeights` (any slot of the state), a `GdnStack` or a tuple of `GdnWeights` (one per slot). `layer` is
     the slot, an int or an int32 scalar; traced, it is compiled once for all layers (pass `jnp.int32(i)`: a Python int
     that a jit traces has a weak type and is traced apart). `active` bool [B]: a False row gets output 0 and its state
-    stays untouched, bit for bit.
+    stays untouched, bit for bit. `precision` is "exact" (float32; with 4-bit weights, products that are exact in the
+    weights and float32 in the activations) or, for 4-bit weights, "q8": activations of 8 bits, as CPU engines use.
 
     Plain function: it is not jitted and donates nothing. Without donation each call copies the whole stacked state
     (157 MB in the 27B geometry), so use
@@ -133,6 +139,10 @@ def step(
     and add "layer" to the static names when `w` is a tuple. A traced `layer` out of range cannot be refused: y is then
     NaN and the state unchanged.
 
+    Jitted `step`, `scan` and `trace` give the same bits at one batch shape. On a GPU this needs
+    XLA_FLAGS=--xla_gpu_deterministic_ops=true: XLA's autotuner may otherwise choose other code for the same stage of
+    another program.
+
     Raises:
         ValueError: a wrong shape, a layer out of range, an unknown implementation. TypeError: a wrong dtype, or a
         traced layer with a tuple of weights. StateMismatchError: a state of another geometry, or a stack whose length
@@ -140,7 +150,7 @@ def step(
     """
     check_request(w, state, x, "B D", cfg, layer, precision, implementation)
     active = check_active(active, (state.batch,))
-    return _step(w, state, x, cfg, layer, active)
+    return _step(w, state, x, cfg, layer, active, precision)
 
 
 @typing.no_type_check
@@ -167,26 +177,26 @@ def scan(
     if active is not None and np.ndim(active) == 1:
         active = jnp.broadcast_to(check_active(active, (state.batch,))[None], (tokens, state.batch))
     active = check_active(active, (tokens, state.batch))
-    return _scan(w, state, xs, cfg, layer, active)
+    return _scan(w, state, xs, cfg, layer, active, precision)
 
 
 def _step(
-    w: Any, state: GdnState, x: Float32[Array, "B D"], cfg: GdnConfig, layer: Any, active: Active | None
+    w: Any, state: GdnState, x: Float32[Array, "B D"], cfg: GdnConfig, layer: Any, active: Active | None, precision: str
 ) -> tuple[Float32[Array, "B D"], GdnState]:
     slot = Slot.read(w, state, layer)
-    stages = advance_active(slot.weights, slot.s, slot.history, x, active, cfg)
+    stages = advance_active(slot.weights, slot.s, slot.history, x, active, cfg, precision)
     return slot.poison(stages.out), slot.write(state, stages.s, stages.history)
 
 
 def _scan(
-    w: Any, state: GdnState, xs: Float32[Array, "T B D"], cfg: GdnConfig, layer: Any, active: Any
+    w: Any, state: GdnState, xs: Float32[Array, "T B D"], cfg: GdnConfig, layer: Any, active: Any, precision: str
 ) -> tuple[Float32[Array, "T B D"], GdnState]:
     slot = Slot.read(w, state, layer)
 
     def body(carry, token):
         x, token_active = token
         s, history = carry
-        stages = advance_active(slot.weights, s, history, x, token_active, cfg)
+        stages = advance_active(slot.weights, s, history, x, token_active, cfg, precision)
         return (stages.s, stages.history), stages.out
 
     # One layer's state is carried, not the stack: the stack is read and written once for the whole sequence.

@@ -3,10 +3,10 @@
 import functools
 import operator
 
-import jax
 import jax.numpy as jnp
 
 from gdn_jax.axes import Array, Float32
+from gdn_jax.fence import fence
 
 __all__ = ["GROUP", "project"]
 
@@ -28,8 +28,8 @@ def project(w: Float32[Array, "O I"], x: Float32[Array, "B I"]) -> Float32[Array
     if whole:
         groups = (whole // GROUP, GROUP)
         w_groups, x_groups = w[:, :whole].reshape(1, -1, *groups), x[:, :whole].reshape(-1, 1, *groups)
-        # The barrier keeps XLA from merging the two sums into one long one.
-        partial = jax.lax.optimization_barrier(jnp.sum(w_groups * x_groups, axis=-1))
+        # The fence keeps XLA from merging the two sums into one long one.
+        partial = fence(jnp.sum(w_groups * x_groups, axis=-1))
         parts.append(jnp.sum(partial, axis=-1))
     if whole < columns:
         parts.append(jnp.sum(w[None, :, whole:] * x[:, None, whole:], axis=-1))

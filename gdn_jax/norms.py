@@ -12,7 +12,10 @@ QK_EPS = 1e-6
 
 
 def l2_normalise(x: Float32[Array, "... K"]) -> Float32[Array, "... K"]:
-    """x · rsqrt(sum(x²) + 1e-6) over the last axis: epsilon inside the root, on the sum."""
+    """x · rsqrt(sum(x²) + 1e-6) over the last axis: epsilon inside the root, on the sum.
+
+    As in every float32 implementation, the sum of squares overflows where |x| exceeds about 1e19; the result is then 0.
+    """
     return x * jax.lax.rsqrt(jnp.sum(x * x, axis=-1, keepdims=True) + jnp.float32(QK_EPS))
 
 

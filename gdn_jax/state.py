@@ -2,7 +2,7 @@
 
 import typing
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import flax.struct
 import jax
@@ -56,6 +56,13 @@ class GdnState:
         return self.S.shape[1]
 
 
+# As for `Leaf`: transformations rebuild the tree with other nodes, which a run-time check would refuse.
+if TYPE_CHECKING:
+    Saved = GdnState
+else:
+    Saved = Any
+
+
 @flax.struct.dataclass
 class Snapshot:
     """A copy of a state with buffers of its own: it survives steps that donate the original.
@@ -63,9 +70,10 @@ class Snapshot:
     A type of its own, so that a snapshot is not passed to a donating step by mistake.
     """
 
-    state: GdnState
+    state: Saved
 
 
+@typing.no_type_check
 def state_shapes(cfg: GdnConfig, *, layers: int, batch: int) -> GdnState:
     """The state as `jax.ShapeDtypeStruct` leaves: S [L, B, H, K, V] and conv_hist [L, B, W-1, C], float32."""
     require_config(cfg)
@@ -75,6 +83,7 @@ def state_shapes(cfg: GdnConfig, *, layers: int, batch: int) -> GdnState:
     return GdnState(*leaves)
 
 
+@typing.no_type_check
 def state_nbytes(cfg: GdnConfig, *, layers: int, batch: int) -> dict[str, int]:
     """Bytes of each part of the state, by field name."""
     shapes = state_shapes(cfg, layers=layers, batch=batch)
@@ -175,7 +184,7 @@ def merge(states: Sequence[GdnState]) -> GdnState:
     return jax.tree.map(lambda *leaves: jnp.concatenate(leaves, axis=1), *states)
 
 
-def check_state(state: GdnState, cfg: GdnConfig) -> None:
+def check_state(state: Any, cfg: GdnConfig) -> None:
     """Refuse a state of another geometry, with the shapes that `cfg` implies.
 
     Raises:

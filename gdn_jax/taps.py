@@ -30,6 +30,7 @@ TAPS = {
 """Tap name -> field of `Stages`."""
 
 
+@typing.no_type_check
 def tap_shapes(cfg: GdnConfig) -> dict[str, tuple[int, ...]]:
     """The shape of every tap without its batch axis, known without computing anything.
 
@@ -74,6 +75,6 @@ def trace(
     check_request(w, state, x, "B D", cfg, layer, precision, implementation)
     active = check_active(active, (state.batch,))
     slot = Slot.read(w, state, layer)
-    stages = advance_active(slot.weights, slot.s, slot.history, x, active, cfg)
+    stages = advance_active(slot.weights, slot.s, slot.history, x, active, cfg, precision)
     taps = {tap: slot.poison(getattr(stages, field)) for tap, field in TAPS.items()}
     return taps["OUT"], slot.write(state, stages.s, stages.history), taps

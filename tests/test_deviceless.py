@@ -8,7 +8,7 @@ import pytest
 
 import gdn_jax as gdn
 from gdn_jax.state import state_shapes
-from tests.support.deviceless import compile_for_h200
+from tests.support.deviceless import compile_for_h200, float_sums
 
 pytestmark = pytest.mark.deviceless
 
@@ -45,3 +45,23 @@ def test_donated_program_keeps_the_state_in_place(name, stacked):
         line for line in compiled.as_text().splitlines() if " copy(" in line and of_the_stack.search(line.split("(")[0])
     ]
     assert copies == []
+
+
+ODD = gdn.GdnConfig(hidden=64, key_heads=3, value_heads=12, key_dim=43, value_dim=64, conv_width=2)
+
+
+@pytest.mark.parametrize("tier", ["f32", "q4"])
+@pytest.mark.parametrize("batch", [1, 3])
+def test_step_scan_and_trace_sum_in_the_same_order(batch, tier):
+    """The programs that promise the same bits sum the same arrays in the same layouts."""
+    found = {}
+    for name in ("step", "scan", "trace"):
+        program = jax.jit(getattr(gdn, name), static_argnames=STATIC)
+        x = jax.ShapeDtypeStruct((*((7,) if name == "scan" else ()), batch, ODD.hidden), jnp.float32)
+        state = state_shapes(ODD, layers=2, batch=batch)
+        layer = jax.ShapeDtypeStruct((), jnp.int32)
+        found[name] = float_sums(
+            compile_for_h200(program, gdn.abstract(ODD, tier=tier), state, x, cfg=ODD, layer=layer)
+        )
+    assert len(found["step"]) > 4
+    assert found["step"] == found["scan"] == found["trace"]

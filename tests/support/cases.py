@@ -24,9 +24,7 @@ donating_scan = jax.jit(gdn.scan, static_argnames=STATIC, donate_argnames=("stat
 
 def geometry(D, G, H, K, V, W, eps=1e-6):
     """A configuration by axis letters."""
-    return gdn.GdnConfig(
-        hidden=D, key_heads=G, value_heads=H, key_dim=K, value_dim=V, conv_width=W, norm_eps=eps
-    )
+    return gdn.GdnConfig(hidden=D, key_heads=G, value_heads=H, key_dim=K, value_dim=V, conv_width=W, norm_eps=eps)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,6 +77,16 @@ def assert_same_bits(got, want):
     """Two pytrees of float32 arrays agree in every bit: -0.0 is not 0.0, and a NaN equals itself."""
     differing = jax.tree.map(lambda a, b: metrics.differing(np.asarray(a), np.asarray(b)), got, want)
     assert not any(jax.tree.leaves(differing)), f"elements that differ: {differing}"
+
+
+def rows_of(state, rows):
+    """The chosen batch rows of a state, by any index of one axis."""
+    return jax.tree.map(lambda leaf: np.asarray(leaf)[:, rows], state)
+
+
+def layers_of(state, layers):
+    """The chosen layers of a state, by any index of one axis."""
+    return jax.tree.map(lambda leaf: np.asarray(leaf)[layers], state)
 
 
 def error(got, want):
@@ -149,10 +157,8 @@ def reference(case):
         run = oracle_run(case.cfg, xs[:length, row : row + 1], s, history, taps_at=range(length))
         rows.append((run.S, run.conv_hist, {"ys": run.ys, **run.taps}))
     s, history = (np.concatenate(leaves) for leaves in list(zip(*rows, strict=True))[:2])
-    taps = {
-        name: np.concatenate([_padded(row[2][name], case.tokens) for row in rows], axis=1) for name in rows[0][2]
-    }
-    return Run(taps.pop("ys"), gdn.GdnState(S=s, conv_hist=history), taps)
+    taps = {name: np.concatenate([_padded(row[2][name], case.tokens) for row in rows], axis=1) for name in rows[0][2]}
+    return oracle.LayerRun(taps.pop("ys"), s, history, taps)
 
 
 def _padded(values, tokens):

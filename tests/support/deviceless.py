@@ -1,6 +1,7 @@
 """Compile for an H200 on a machine without a GPU. Needs the CUDA wheels of the `deviceless` group, no driver."""
 
 import pathlib
+import re
 
 import jax
 from jax.experimental import topologies
@@ -23,3 +24,14 @@ def compile_for_h200(jitted, *args, **kwargs):
 
     with jax.set_mesh(mesh):
         return jitted.lower(*jax.tree.map(place, args), **jax.tree.map(place, kwargs)).compile()
+
+
+def float_sums(compiled):
+    """Every float32 sum of a program: the types, with layouts, of what is summed and of the result, and the axes.
+
+    A sum over the same array in another layout runs in another order, and rounds differently.
+    """
+    text = compiled.as_text()
+    types = dict(re.findall(r"(%[\w.\-]+) = (f32\S+) ", text))
+    sums = re.findall(r"= (f32\S+) reduce\((%[\w.\-]+), %[\w.\-]+\), dimensions=(\{[\d,]*\})", text)
+    return {(types[operand], result, axes) for result, operand, axes in sums}

@@ -1,0 +1,47 @@
+"""Settings of every test: signatures checked at run time, strict promotion, and marks that need special machines."""
+
+import importlib.util
+import pkgutil
+
+import jax
+import pytest
+from jaxtyping import install_import_hook
+
+
+def _modules_to_check():
+    """All of the library but `config`, which checks its own fields, and `evidence`, whose annotations are numpy's."""
+    library = importlib.util.find_spec("gdn_jax")
+    assert library is not None
+    modules = pkgutil.iter_modules(library.submodule_search_locations, "gdn_jax.")
+    return [module.name for module in modules if module.name not in ("gdn_jax.config", "gdn_jax.evidence")]
+
+
+# The hook acts on modules as they are imported, so it goes in before anything imports the library. Without a checker
+# installed the same tests run with signatures unchecked.
+if importlib.util.find_spec("beartype"):
+    install_import_hook(_modules_to_check(), "beartype.beartype")
+
+from gdn_jax import environment  # noqa: E402  (the hook must be in place first)
+
+# Bitwise comparisons are of programs, not of what the autotuner of the day prefers. Read when a backend starts.
+environment.make_reproducible()
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+jax.config.update("jax_numpy_rank_promotion", "raise")
+
+
+def pytest_collection_modifyitems(items):
+    _skip(items, "gpu", lambda: jax.default_backend() == "gpu", "jax's default backend is not a GPU")
+    _skip(
+        items,
+        "deviceless",
+        lambda: importlib.util.find_spec("jax_cuda12_plugin") is not None,
+        "the CUDA plugin is not installed",
+    )
+
+
+def _skip(items, mark, possible, reason):
+    """Skip the tests with `mark` unless `possible`; asked only if there are any, since asking starts a backend."""
+    marked = [item for item in items if item.get_closest_marker(mark)]
+    if marked and not possible():
+        for item in marked:
+            item.add_marker(pytest.mark.skip(reason=reason))
