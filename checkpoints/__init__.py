@@ -5,15 +5,18 @@ from pathlib import Path
 
 from checkpoints.base import Checkpoint, TensorInfo
 from checkpoints.errors import CheckpointError, GdnError
+from checkpoints.gguf_qwen import is_gguf, open_gguf
 from checkpoints.hf import CONFIG_FILE, open_hf
+from checkpoints.store import is_store, open_store
 
 __all__ = ["Checkpoint", "CheckpointError", "GdnError", "TensorInfo", "open_checkpoint"]
 
-_SUPPORTED = f"a Hugging Face directory ({CONFIG_FILE} beside safetensors weights)"
+_SUPPORTED = f"a Hugging Face directory ({CONFIG_FILE} beside safetensors weights), a GGUF file, a converted checkpoint"
 
 
 def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
-    """Open the checkpoint at `path` with the reader of its kind: a Hugging Face directory.
+    """Open the checkpoint at `path` with the reader of its kind: a Hugging Face directory, a GGUF file or
+    a converted checkpoint.
 
     Raises:
         CheckpointError: there is nothing at `path`, it is of no supported kind, or its reader refuses it.
@@ -23,4 +26,8 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
         raise CheckpointError(f"{location}: no such file or directory")
     if (location / CONFIG_FILE).is_file():
         return open_hf(location)
+    if is_gguf(location):
+        return open_gguf(location)
+    if is_store(location):
+        return open_store(location)
     raise CheckpointError(f"{location}: not a checkpoint of a supported kind; supported: {_SUPPORTED}")

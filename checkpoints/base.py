@@ -8,13 +8,16 @@ from typing import Any, NamedTuple, Self
 
 import numpy as np
 
+from checkpoints.errors import CheckpointError
+from checkpoints.q4_blocks import Q4Codes
+
 __all__ = ["Checkpoint", "TensorInfo"]
 
 _log = logging.getLogger(__name__)
 
 
 class TensorInfo(NamedTuple):
-    """Canonical `shape` and stored `dtype` (numpy's name for it, such as "bfloat16") of one tensor."""
+    """Canonical `shape` and stored `dtype` of one tensor: numpy's name ("bfloat16") or a block format's ("Q4_0")."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -68,6 +71,16 @@ class Checkpoint(abc.ABC):
         Raises:
             CheckpointError: there is no such tensor, its data cannot be had any more, or the checkpoint is closed.
         """
+
+    def read_q4(self, name: str) -> Q4Codes:
+        """The tensor `name` as int8 codes [N, I] and float16 scales [N, I/32], as stored, where it is stored in 4 bits.
+
+        `info(name).dtype` is then "Q4_0".
+
+        Raises:
+            CheckpointError: as `read`, or the tensor is stored in another type.
+        """
+        raise CheckpointError(f"{self.source}: tensor {name!r} is stored as {self.info(name).dtype}, not in 4 bits")
 
     @abc.abstractmethod
     def close(self) -> None:

@@ -33,6 +33,15 @@ _HOME = {
     "load_config": "weights",
     "load_layer": "weights",
     "load_stack": "weights",
+    "Q4Tensor": "q4",
+    "dequantize": "q4",
+    "quantize": "q4",
+    "quantization_report": "q4",
+    "q4_matvec": "limbs",
+    "split_limbs": "limbs",
+    "PoolKey": "pool",
+    "Q4Pool": "pool",
+    "bind_q4": "pool",
     "scan": "layer",
     "step": "layer",
     "tap_shapes": "taps",
@@ -49,7 +58,10 @@ if TYPE_CHECKING:
     from gdn_jax.config import GEOMETRIES, GdnConfig, Geometry
     from gdn_jax.conv import history_from_window
     from gdn_jax.layer import scan, step
+    from gdn_jax.limbs import q4_matvec, split_limbs
     from gdn_jax.ops import implementation_report
+    from gdn_jax.pool import PoolKey, Q4Pool, bind_q4
+    from gdn_jax.q4 import Q4Tensor, dequantize, quantization_report, quantize
     from gdn_jax.state import (
         GdnState,
         Snapshot,

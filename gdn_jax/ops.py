@@ -7,12 +7,26 @@ from typing import NamedTuple
 
 import jax
 
+from gdn_jax import linear
+from gdn_jax.axes import Array, Float32
 from gdn_jax.errors import UnsupportedError
+from gdn_jax.limbs import q4_matvec
+from gdn_jax.q4 import Q4Tensor
 
-__all__ = ["IMPLEMENTATIONS", "PRECISIONS", "Choice", "check_precision", "choose", "implementation_report"]
+__all__ = [
+    "IMPLEMENTATIONS",
+    "OPERATIONS",
+    "PRECISIONS",
+    "Choice",
+    "check_precision",
+    "choose",
+    "implementation_report",
+    "project",
+]
 
 IMPLEMENTATIONS = ("xla", "mosaic", "triton")
-PRECISIONS = ("exact",)
+PRECISIONS = {"f32": ("exact",), "q4": ("exact", "q8")}
+"""Tier of the large projections -> the precisions it has."""
 OPERATIONS = ("project", "conv_step", "delta_step", "gated_rms_norm")
 
 
@@ -45,13 +59,18 @@ def implementation_report() -> tuple[Choice, ...]:
     return tuple(choose(operation) for operation in OPERATIONS)
 
 
-def check_precision(precision: str) -> None:
-    """Refuse a precision that the float32 tier does not have.
+def check_precision(precision: str, tier: str) -> None:
+    """Refuse a precision that the tier does not have: exact for both; q8 (8-bit activations) for 4-bit weights.
 
     Raises:
-        UnsupportedError: anything but "exact".
+        UnsupportedError: naming what there is.
     """
-    if precision not in PRECISIONS:
+    if precision not in PRECISIONS[tier]:
         raise UnsupportedError(
-            f"precision must be one of {', '.join(PRECISIONS)} for float32 weights, got {precision!r}"
+            f"precision must be one of {', '.join(PRECISIONS[tier])} for weights of tier {tier!r}, got {precision!r}"
         )
+
+
+def project(w: Array | Q4Tensor, x: Float32[Array, "B I"], precision: str) -> Float32[Array, "B O"]:
+    """y = W x for a matrix of either tier: `linear.project` in float32, `limbs.q4_matvec` in 4 bits."""
+    return q4_matvec(w, x, precision=precision) if isinstance(w, Q4Tensor) else linear.project(w, x)

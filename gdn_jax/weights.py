@@ -4,7 +4,7 @@ import dataclasses
 import operator
 import typing
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import flax.struct
 import jax
@@ -14,9 +14,12 @@ import numpy as np
 import checkpoints
 from checkpoints.hf_config import GdnDims, gdn_layers
 from checkpoints.names import gdn_prefix, gdn_shapes
+from checkpoints.q4_blocks import pack_words
 from gdn_jax.axes import Leaf
 from gdn_jax.config import GdnConfig
 from gdn_jax.errors import CheckpointError, UnsupportedError
+from gdn_jax.fence import fence
+from gdn_jax.q4 import CODES_PER_WORD, GROUP, METHODS, Q4Tensor, quantize, quantize_rows
 from gdn_jax.require import require_config, require_kind
 
 __all__ = [
@@ -24,6 +27,7 @@ __all__ = [
     "DenseProjections",
     "GdnStack",
     "GdnWeights",
+    "Q4Projections",
     "abstract",
     "from_canonical",
     "load_config",
@@ -31,6 +35,16 @@ __all__ = [
     "load_stack",
     "read_layer",
 ]
+
+
+TIERS = ("f32", "q4")
+
+
+# As for `Leaf`: transformations rebuild the tree with other nodes, which a run-time check would refuse.
+if TYPE_CHECKING:
+    Matrix = Q4Tensor
+else:
+    Matrix = Any
 
 
 @flax.struct.dataclass
@@ -43,14 +57,30 @@ class DenseProjections:
 
 
 @flax.struct.dataclass
+class Q4Projections:
+    """The three large projections in 4 bits: `qkv` [C, D], `z` [H·V, D], `out` [D, H·V], each a `Q4Tensor`."""
+
+    qkv: Matrix
+    z: Matrix
+    out: Matrix
+
+
+if TYPE_CHECKING:
+    Large = DenseProjections | Q4Projections
+else:
+    Large = Any
+
+
+@flax.struct.dataclass
 class GdnWeights:
     """The weights of one GDN layer; they serve any slot of a state.
 
-    `large`: the three large projections, all of one tier. The rest is small and always float32: `b` and `a` [H, D]
-    (`in_proj_b` makes beta, `in_proj_a` makes the decay), `conv` [C, W], `A_log` and `dt_bias` [H], `norm` [V].
+    `large`: the three large projections, all in float32 or all in 4 bits: a layer of half a tier, or of both, has no
+    representation. The rest is small and always float32: `b` and `a` [H, D] (`in_proj_b` makes beta, `in_proj_a` makes
+    the decay), `conv` [C, W], `A_log` and `dt_bias` [H], `norm` [V].
     """
 
-    large: DenseProjections
+    large: Large
     b: Leaf
     a: Leaf
     conv: Leaf
@@ -58,19 +88,36 @@ class GdnWeights:
     dt_bias: Leaf
     norm: Leaf
 
+    @property
+    def tier(self) -> str:
+        """The form of the large projections, one of `TIERS`."""
+        return "q4" if isinstance(self.large, Q4Projections) else "f32"
+
+
+if TYPE_CHECKING:
+    Layers = GdnWeights
+else:
+    Layers = Any
+
 
 @flax.struct.dataclass
 class GdnStack:
     """The weights of L layers of one tier: `layers` is a `GdnWeights` whose every leaf has a leading axis L."""
 
-    layers: GdnWeights
+    layers: Layers
 
     def __len__(self) -> int:
         return self.layers.A_log.shape[0]
 
     def layer(self, index: int | jax.Array) -> GdnWeights:
-        """The weights of one layer; `index` may be traced, and must then lie in range."""
-        return jax.tree.map(lambda leaf: jax.lax.dynamic_index_in_dim(leaf, index, 0, keepdims=False), self.layers)
+        """The weights of one layer; `index` may be traced, and must then lie in range.
+
+        The small tensors are fenced: fused with its neighbours, the slicing would change how they are
+        rounded, and a stack would no longer give the bits of the same weights alone. The large ones are read in place.
+        """
+        taken = jax.tree.map(lambda leaf: jax.lax.dynamic_index_in_dim(leaf, index, 0, keepdims=False), self.layers)
+        small = {row.field: row.of(taken) for row in TABLE if not row.is_large}
+        return taken.replace(**fence(small))
 
 
 def _same(tensor: Any) -> Any:
@@ -93,6 +140,11 @@ class Row(NamedTuple):
         """The shape in a file."""
         return gdn_shapes(GdnDims(**dataclasses.asdict(cfg)))[self.name]
 
+    @property
+    def is_large(self) -> bool:
+        """Whether the tier decides its form."""
+        return self.field.startswith("large.")
+
     def of(self, weights: GdnWeights) -> Any:
         """The weight of this row among `weights`."""
         return operator.attrgetter(self.field)(weights)
@@ -112,30 +164,51 @@ TABLE = (
 
 
 @typing.no_type_check
-def abstract(cfg: GdnConfig, *, layers: int | None = None) -> GdnWeights:
-    """The weights as `jax.ShapeDtypeStruct` leaves; with `layers`, every leaf has a leading axis of that size."""
+def abstract(cfg: GdnConfig, *, layers: int | None = None, tier: str = "f32") -> GdnWeights:
+    """The weights as `jax.ShapeDtypeStruct` leaves; with `layers`, every leaf has a leading axis of that size.
+
+    Raises:
+        ValueError: an unknown tier. UnsupportedError: tier "q4", and the columns of a projection do not divide by 32.
+    """
     require_config(cfg)
+    _check_tier(tier, cfg)
     lead = () if layers is None else (layers,)
 
-    def leaf(row: Row) -> jax.ShapeDtypeStruct:
-        shape = jax.eval_shape(row.transform, jax.ShapeDtypeStruct(row.shape(cfg), jnp.float32)).shape
-        return jax.ShapeDtypeStruct(lead + shape, jnp.float32)
+    def leaf(row: Row) -> Any:
+        shape = lead + jax.eval_shape(row.transform, jax.ShapeDtypeStruct(row.shape(cfg), jnp.float32)).shape
+        if tier == "q4" and row.is_large:
+            codes, scales = (*shape[:-1], shape[-1] // CODES_PER_WORD), (*shape[:-1], shape[-1] // GROUP)
+            leaves: list[Any] = [jax.ShapeDtypeStruct(codes, jnp.uint32), jax.ShapeDtypeStruct(scales, jnp.float16)]
+            return Q4Tensor(*leaves)
+        return jax.ShapeDtypeStruct(shape, jnp.float32)
 
     return _assemble({row.field: leaf(row) for row in TABLE})
 
 
 @typing.no_type_check
-def from_canonical(cfg: GdnConfig, tensors: Mapping[str, Any]) -> GdnWeights:
+def from_canonical(
+    cfg: GdnConfig, tensors: Mapping[str, Any], *, tier: str = "f32", quantiser: str = "absmax"
+) -> GdnWeights:
     """One layer's weights from tensors under their canonical names (`in_proj_qkv.weight`, …), in the file's layout.
 
-    float16 and bfloat16 widen to float32 exactly.
+    float16 and bfloat16 widen to float32 exactly; tier "q4" then quantises the three large projections by `quantiser`
+    (see `quantize`).
 
     Raises:
         CheckpointError: a tensor is missing, unknown, of another shape or dtype, or holds NaN or inf.
+        ValueError: an unknown tier or quantiser. UnsupportedError: as `abstract`.
     """
     require_config(cfg)
     require_kind("tensors", tensors, Mapping)
-    return _build(cfg, tensors, "the given tensors")
+    _check_tier(tier, cfg)
+    where = "the given tensors"
+    _check_shapes(cfg, {name: tuple(np.shape(tensor)) for name, tensor in tensors.items()}, where)
+
+    def field(row: Row) -> Any:
+        array = _convert(row, tensors[row.name], where)
+        return quantize(array, quantiser) if tier == "q4" and row.is_large else jnp.asarray(array)
+
+    return _assemble({row.field: field(row) for row in TABLE})
 
 
 @typing.no_type_check
@@ -160,41 +233,52 @@ def read_layer(path, *, layer: int) -> tuple[GdnConfig, dict[str, np.ndarray]]:
 
 
 @typing.no_type_check
-def load_layer(path, *, layer: int, tier: str = "f32") -> GdnWeights:
+def load_layer(path, *, layer: int, tier: str = "f32", quantiser: str = "absmax") -> GdnWeights:
     """Read one GDN layer of a checkpoint; only its bytes are touched.
 
-    `layer` counts GDN layers only (0 … 47 for the 27B model), not the model's layers.
+    `layer` counts GDN layers only (0 … 47 for the 27B model), not the model's layers. Tier "q4" takes 4-bit projections
+    as they are stored, bit for bit, and quantises others by `quantiser` (see `quantize`); it is refused before any work
+    where one of the three cannot be had. Tier "f32" dequantises what is stored in 4 bits, exactly.
 
     Raises:
         CheckpointError: the checkpoint is damaged or does not hold this layer in the shapes of its configuration.
-        ValueError: `layer` is out of range. UnsupportedError: an unknown tier.
+        ValueError: `layer` is out of range; an unknown tier or quantiser. UnsupportedError: as `abstract`.
     """
-    _check_tier(tier)
-    return _build(*read_layer(path, layer=layer), f"{path}, GDN layer {layer}")
+    stack = load_stack(path, layers=[layer], tier=tier, quantiser=quantiser)
+    return jax.tree.map(lambda leaf: leaf[0], stack.layers)
 
 
 @typing.no_type_check
-def load_stack(path, *, layers: Sequence[int] | None = None, tier: str = "f32") -> GdnStack:
-    """Read several GDN layers (all of them by default) into one stack.
+def load_stack(path, *, layers: Sequence[int] | None = None, tier: str = "f32", quantiser: str = "absmax") -> GdnStack:
+    """Read several GDN layers (all of them by default) into one stack of one tier.
 
     `layers` are GDN ordinals in stack order. Host memory peaks at one stacked field above the result.
 
     Raises:
         As `load_layer`.
     """
-    _check_tier(tier)
     with checkpoints.open_checkpoint(path) as checkpoint:
         chosen = range(len(gdn_layers(checkpoint.config))) if layers is None else list(layers)
         if not chosen:
             raise ValueError("layers must name at least one GDN layer, got none")
         cfg, prefixes = _locate(checkpoint, chosen)
-        shapes = abstract(cfg, layers=len(prefixes))
+        if quantiser not in METHODS:
+            raise ValueError(f"quantiser must be one of {', '.join(METHODS)}, got {quantiser!r}")
+        shapes = abstract(cfg, layers=len(prefixes), tier=tier)
 
-        def field(row: Row) -> jax.Array:
-            buffer = np.empty(row.of(shapes).shape, np.float32)
+        def field(row: Row) -> Any:
+            """One field of all layers: every leaf of it is filled in a buffer of its own, then moved to the device."""
+            leaves, kind = jax.tree.flatten(row.of(shapes))
+            buffers = [np.empty(leaf.shape, leaf.dtype) for leaf in leaves]
             for slot, prefix in enumerate(prefixes):
-                buffer[slot] = _convert(row, checkpoint.read(prefix + row.name), f"{path}, GDN layer {chosen[slot]}")
-            return jnp.asarray(buffer)
+                where = f"{path}, GDN layer {chosen[slot]}"
+                if tier == "q4" and row.is_large:
+                    parts = _read_q4(checkpoint, prefix, row, where, quantiser)
+                else:
+                    parts = (_convert(row, checkpoint.read(prefix + row.name), where),)
+                for buffer, part in zip(buffers, parts, strict=True):
+                    buffer[slot] = part
+            return kind.unflatten([jnp.asarray(buffer) for buffer in buffers])
 
         return GdnStack(_assemble({row.field: field(row) for row in TABLE}))
 
@@ -216,11 +300,6 @@ def _locate(checkpoint: checkpoints.Checkpoint, layers: Sequence[Any]) -> tuple[
         shapes = {n.removeprefix(prefix): checkpoint.info(n).shape for n in names if n.startswith(prefix)}
         _check_shapes(cfg, shapes, f"{checkpoint.source}, {prefix}*")
     return cfg, prefixes
-
-
-def _build(cfg: GdnConfig, tensors: Mapping[str, Any], where: str) -> GdnWeights:
-    _check_shapes(cfg, {name: tuple(np.shape(tensor)) for name, tensor in tensors.items()}, where)
-    return _assemble({row.field: jnp.asarray(_convert(row, tensors[row.name], where)) for row in TABLE})
 
 
 def _check_shapes(cfg: GdnConfig, shapes: Mapping[str, tuple[int, ...]], where: str) -> None:
@@ -247,12 +326,28 @@ def _convert(row: Row, tensor: Any, where: str) -> np.ndarray:
     return array
 
 
+def _read_q4(checkpoint: checkpoints.Checkpoint, prefix: str, row: Row, where: str, quantiser: str):
+    """A large projection as device words and scales: as stored where it is stored in 4 bits, else quantised."""
+    name = prefix + row.name
+    if checkpoint.info(name).dtype == "Q4_0":
+        codes, scales = checkpoint.read_q4(name)
+    else:
+        codes, scales = quantize_rows(_convert(row, checkpoint.read(name), where), quantiser)
+    return pack_words(codes), scales
+
+
 def _assemble(fields: Mapping[str, Any]) -> GdnWeights:
     large = {field.removeprefix("large."): value for field, value in fields.items() if field.startswith("large.")}
     small = {field: value for field, value in fields.items() if not field.startswith("large.")}
-    return GdnWeights(large=DenseProjections(**large), **small)
+    kind = Q4Projections if all(isinstance(value, Q4Tensor) for value in large.values()) else DenseProjections
+    return GdnWeights(large=kind(**large), **small)
 
 
-def _check_tier(tier: str) -> None:
-    if tier != "f32":
-        raise UnsupportedError(f"tier must be 'f32', got {tier!r}")
+def _check_tier(tier: str, cfg: GdnConfig) -> None:
+    if tier not in TIERS:
+        raise ValueError(f"tier must be one of {', '.join(TIERS)}, got {tier!r}")
+    if tier == "q4" and (cfg.hidden % GROUP or cfg.value_channels % GROUP):
+        raise UnsupportedError(
+            f"tier 'q4' needs projections whose columns divide by {GROUP}: D={cfg.hidden}, H·V={cfg.value_channels}; "
+            "use tier 'f32'"
+        )

@@ -21,6 +21,7 @@ class Options:
 
     `geometry` is a published name or D,G,H,K,V,W; `model` a checkpoint, of which GDN layer `layer` is taken; `tokens`,
     `batch` and `inputs` ("gaussian", "heavy", "uniform") describe the sequence; `long` adds the long goldens.
+    In `tier` "q4" the large projections are 4-bit, as stored or by `quantiser`; float64 runs on what they stand for.
     """
 
     geometry: str | None = None
@@ -30,6 +31,8 @@ class Options:
     batch: int = 1
     inputs: str = "gaussian"
     long: bool = False
+    tier: str = "f32"
+    quantiser: str = "absmax"
 
 
 def run(options: Options) -> Iterator[Section]:
@@ -45,11 +48,21 @@ def run(options: Options) -> Iterator[Section]:
             tokens=options.tokens,
             batch=options.batch,
             kind=options.inputs,
+            tier=options.tier,
+            quantiser=options.quantiser,
         )
         yield from _one_layer(subject, layers=options.layer + 1)
     elif options.geometry is not None:
         name, cfg = subjects.parse_geometry(options.geometry)
-        subject = subjects.from_geometry(name, cfg, tokens=options.tokens, batch=options.batch, kind=options.inputs)
+        subject = subjects.from_geometry(
+            name,
+            cfg,
+            tokens=options.tokens,
+            batch=options.batch,
+            kind=options.inputs,
+            tier=options.tier,
+            quantiser=options.quantiser,
+        )
         yield from _one_layer(subject, layers=GEOMETRIES[name].layers if name in GEOMETRIES else 1)
     else:
         yield from _packaged(long=options.long)
