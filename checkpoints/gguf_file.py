@@ -13,13 +13,12 @@ with positioned reads, not mapped: a file that shrinks later is then an error an
 import math
 import os
 from collections.abc import Callable, Sequence
-from pathlib import Path
-from types import TracebackType
-from typing import Any, BinaryIO, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
 
+from checkpoints.byte_file import ByteFile
 from checkpoints.errors import CheckpointError
 from checkpoints.q4_blocks import GROUP, Q4Codes, unpack_q4_0
 
@@ -45,7 +44,6 @@ DEFAULT_ALIGNMENT = 32
 # The largest vocabularies in use make headers of some 12 MB. Beyond this a file is not a model but an attack on memory.
 _MAX_HEADER = 64 << 20
 _CHUNK = 1 << 20
-_MAX_PREAD = 1 << 30  # some systems refuse a single read of 2 GiB or more
 _MAX_ALIGNMENT = 1 << 20
 _MAX_RANK = 4
 _MAX_NESTING = 4
@@ -151,7 +149,7 @@ class GgufTensor(NamedTuple):
         return self.start + self.rows * self.row_bytes
 
 
-class GgufFile:
+class GgufFile(ByteFile):
     """An open GGUF file: `metadata` (key to value), `tensors` (name to `GgufTensor`), and their data on request.
 
     Metadata values are Python numbers, bools, strings, numpy arrays of numbers or bools, and lists of everything else.
@@ -164,25 +162,12 @@ class GgufFile:
     tensors: dict[str, GgufTensor]
 
     def __init__(self, path: str | os.PathLike[str]):
-        self.path = Path(path)
-        if not self.path.is_file():  # opening a pipe or a device would block or worse
-            raise CheckpointError(f"{self.path}: no such file")
-        self._file = self.path.open("rb", buffering=0)
+        super().__init__(path)
         try:
-            self.metadata, self.tensors = _parse(self._file, str(self.path))
+            self.metadata, self.tensors = _parse(self)
         except BaseException:
-            self._file.close()
+            self.close()
             raise
-
-    def close(self) -> None:
-        """Close the file; closing twice is harmless."""
-        self._file.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None):
-        self.close()
 
     def read_rows(self, tensor: GgufTensor, start: int = 0, stop: int | None = None) -> np.ndarray:
         """The stored bytes of rows `start` to `stop` (default all), uint8 [rows, row_bytes].
@@ -192,7 +177,7 @@ class GgufFile:
         """
         stop = tensor.rows if stop is None else stop
         raw = np.empty((stop - start, tensor.row_bytes), np.uint8)
-        self._read_into(memoryview(raw).cast("B"), tensor.start + start * tensor.row_bytes, tensor.name)
+        self.fill(raw, tensor.start + start * tensor.row_bytes, f"tensor {tensor.name!r}")
         return raw
 
     def read(self, tensor: GgufTensor, start: int = 0, stop: int | None = None) -> np.ndarray:
@@ -234,15 +219,6 @@ class GgufFile:
         except CheckpointError as error:
             raise CheckpointError(f"{self.path}: tensor {tensor.name!r}, from row {row}: {error}") from None
 
-    def _read_into(self, target: memoryview, position: int, name: str) -> None:
-        if self._file.closed:
-            raise CheckpointError(f"{self.path}: the checkpoint is closed, so {name!r} cannot be read")
-        while target:
-            count = os.preadv(self._file.fileno(), [target[:_MAX_PREAD]], position)
-            if not count:
-                raise CheckpointError(f"{self.path}: the file ends inside tensor {name!r}; it was longer when opened")
-            target, position = target[count:], position + count
-
 
 def aligned(position: int, alignment: int) -> int:
     """`position` rounded up to a multiple of `alignment`."""
@@ -255,11 +231,11 @@ class _Header:
     `place` says what is being read, for the error messages.
     """
 
-    def __init__(self, file: BinaryIO, source: str):
+    def __init__(self, file: ByteFile):
         self._file = file
         self._buffer = bytearray()
-        self.source = source
-        self.size = os.fstat(file.fileno()).st_size
+        self.source = str(file.path)
+        self.size = file.size
         self.position = 0
         self.place = "the header"
 
@@ -277,10 +253,10 @@ class _Header:
         if end > _MAX_HEADER:
             raise self.error(f"reaches byte {end} of the file; headers beyond {_MAX_HEADER} bytes are refused")
         while len(self._buffer) < end:
-            chunk = self._file.read(max(_CHUNK, end - len(self._buffer)))
-            if not chunk:
-                raise self.error("the file became shorter while it was read")
-            self._buffer += chunk
+            have = len(self._buffer)
+            chunk = np.empty(min(max(_CHUNK, end - have), self.size - have), np.uint8)
+            self._file.fill(chunk, have, self.place)
+            self._buffer += chunk.data
         taken = self._buffer[self.position : end]
         self.position = end
         return taken
@@ -320,8 +296,8 @@ class _Header:
         return name
 
 
-def _parse(file: BinaryIO, source: str) -> tuple[dict[str, Any], dict[str, GgufTensor]]:
-    header = _Header(file, source)
+def _parse(file: ByteFile) -> tuple[dict[str, Any], dict[str, GgufTensor]]:
+    header = _Header(file)
     if header.take(min(4, header.size)) != MAGIC:
         raise header.error("not a GGUF file: it does not begin with 'GGUF'")
     _check_version(header)

@@ -77,7 +77,7 @@ class _HfCheckpoint(Checkpoint):
     def read(self, name: str) -> np.ndarray:
         part = self._part(name)
         tensor = np.empty(part.shape, DTYPES[part.stored.dtype])
-        part.stored.file.read_into(tensor.reshape(-1).view(np.uint8), part.spans)
+        part.stored.file.read_into(tensor.reshape(-1).view(np.uint8), part.spans, f"tensor {part.stored.name!r}")
         return tensor
 
     def close(self) -> None:

@@ -5,15 +5,14 @@ Format: 8 bytes little-endian header length n; n bytes of JSON, name -> {dtype, 
 """
 
 import math
-import os
 from collections.abc import Iterable
 from pathlib import Path
-from types import TracebackType
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
 
+from checkpoints.byte_file import ByteFile
 from checkpoints.errors import CheckpointError
 from checkpoints.strict_json import MAX_JSON_BYTES, json_object
 
@@ -23,7 +22,6 @@ DTYPES = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": np.d
 
 _LENGTH_BYTES = 8
 _MAX_RANK = 64  # numpy's limit
-_MAX_PREAD = 1 << 30  # some systems refuse a single read of 2 GiB or more
 
 
 class StoredTensor(NamedTuple):
@@ -43,30 +41,26 @@ class StoredTensor(NamedTuple):
         return f"{self.file.path}: tensor {self.name!r}"
 
 
-class SafetensorsFile:
+class SafetensorsFile(ByteFile):
     """An open safetensors file; opening reads and checks the header and no tensor data.
 
     Raises:
         CheckpointError: there is no such file, or its header is damaged, dishonest or does not fit the file.
     """
 
-    path: Path
     metadata: dict[str, str]
     tensors: dict[str, StoredTensor]
 
     def __init__(self, path: Path):
-        if not path.is_file():  # opening a pipe or a device would block or worse
-            raise CheckpointError(f"{path}: no such file")
-        self.path = path
-        self._file = path.open("rb", buffering=0)
+        super().__init__(path)
         try:
             self.metadata, self.tensors = self._checked_header()
         except BaseException:
-            self._file.close()
+            self.close()
             raise
 
-    def read_into(self, target: np.ndarray, spans: Iterable[range]) -> None:
-        """Fill `target` (uint8 [n]) with the bytes of `spans` (absolute, in this order), n bytes in all.
+    def read_into(self, target: np.ndarray, spans: Iterable[range], what: str) -> None:
+        """Fill `target` (uint8 [n]) with the bytes of `spans` (absolute, in this order); `what` is named in errors.
 
         Safe to call from several threads.
 
@@ -75,31 +69,11 @@ class SafetensorsFile:
         """
         done = 0
         for span in spans:
-            self._read_span(target[done : done + len(span)], span.start)
+            self.fill(target[done : done + len(span)], span.start, what)
             done += len(span)
 
-    def close(self) -> None:
-        """Close the file; closing twice is harmless."""
-        self._file.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None):
-        self.close()
-
-    def _read_span(self, target: np.ndarray, offset: int) -> None:
-        if self._file.closed:
-            raise CheckpointError(f"{self.path}: the file is closed; read before closing the checkpoint")
-        done = 0
-        while done < target.size:
-            got = os.preadv(self._file.fileno(), [target[done : done + _MAX_PREAD]], offset + done)
-            if got == 0:
-                raise CheckpointError(f"{self.path}: the file ends at byte {offset + done}; it was longer when opened")
-            done += got
-
     def _checked_header(self) -> tuple[dict[str, str], dict[str, StoredTensor]]:
-        size = os.fstat(self._file.fileno()).st_size
+        size = self.size
         length = self._header_length(size)
         data_start = _LENGTH_BYTES + length
         header = json_object(self._header_bytes(_LENGTH_BYTES, length), f"{self.path}: header")
@@ -125,7 +99,7 @@ class SafetensorsFile:
 
     def _header_bytes(self, offset: int, count: int) -> bytes:
         buffer = np.empty(count, np.uint8)
-        self._read_span(buffer, offset)
+        self.fill(buffer, offset, "the header")
         return buffer.tobytes()
 
     def _checked_tensor(self, name: str, entry: Any, data_start: int) -> StoredTensor:

@@ -8,7 +8,7 @@ import gguf
 import numpy as np
 import pytest
 
-from checkpoints import gguf_file
+from checkpoints import byte_file, gguf_file
 from checkpoints.errors import CheckpointError
 from checkpoints.gguf_file import GGML_TYPES, GgufFile
 from checkpoints.gguf_writer import GgufWriter
@@ -79,7 +79,7 @@ def test_type_sizes_are_those_of_the_reference_package():
 @pytest.mark.parametrize("kind", [Q.F32, Q.F16, Q.BF16, Q.Q4_0, Q.Q8_0, Q.Q6_K])
 def test_every_readable_type_equals_the_reference_decoder_bit_for_bit(tmp_path, monkeypatch, kind, alignment):
     monkeypatch.setattr(gguf_file, "_DECODE_WEIGHTS", 2 * 512)  # several batches of rows, the last one short
-    monkeypatch.setattr(gguf_file, "_MAX_PREAD", 1000)  # several reads per batch
+    monkeypatch.setattr(byte_file, "_MAX_READ", 1000)  # several reads per batch
     raw = stored(kind, (3, 7, 512))
     write_tensors(tmp_path / "a.gguf", alignment, first=(np.ones(3, np.float32), Q.F32), w=(raw, kind))
     with GgufFile(tmp_path / "a.gguf") as file:
@@ -251,7 +251,8 @@ def test_reading_touches_only_the_bytes_asked_for(tmp_path, monkeypatch):
 
     monkeypatch.setattr(os, "preadv", counting)
     with GgufFile(path) as file:
-        assert taken == []
+        assert sum(taken) <= 1 << 20  # the header, in one piece
+        taken.clear()
         assert file.read(file.tensors["big"], rows - 3, rows).shape == (3, width)
         assert file.read(file.tensors["small"]).shape == (1, 8)
     assert taken == [3 * width * 2, 32]
@@ -264,7 +265,7 @@ def test_a_file_that_shrinks_or_is_closed_is_an_error_and_not_a_crash(tmp_path):
         file.read(file.tensors["w"])
     file.close()
     file.close()
-    with pytest.raises(CheckpointError, match=r"is closed, so 'w' cannot be read"):
+    with pytest.raises(CheckpointError, match=r"is closed, so tensor 'w' cannot be read"):
         file.read(file.tensors["w"])
 
 

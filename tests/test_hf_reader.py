@@ -353,7 +353,9 @@ def test_closed_checkpoints_read_nothing_more_and_arrays_stay(tmp_path):
         norm = checkpoint.read("norm.weight")
     checkpoint.close()
     assert norm.tobytes() == tensors["norm.weight"].tobytes()
-    with pytest.raises(CheckpointError, match=r"model\.safetensors: the file is closed"):
+    with pytest.raises(
+        CheckpointError, match=r"safetensors: the checkpoint is closed, so tensor 'model\.norm\.weight'"
+    ):
         checkpoint.read("norm.weight")
 
 
@@ -362,7 +364,9 @@ def test_a_file_cut_after_opening_is_noticed(tmp_path):
     folder = write(tmp_path, config, make_tensors(config))
     with open_hf(folder) as checkpoint:
         os.truncate(folder / "model.safetensors", 9)
-        with pytest.raises(CheckpointError, match=r"model\.safetensors: the file ends at byte \d+; it was longer"):
+        with pytest.raises(
+            CheckpointError, match=r"safetensors: the file ends inside tensor .*; it was longer"
+        ):
             checkpoint.read("norm.weight")
 
 

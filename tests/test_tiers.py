@@ -10,7 +10,7 @@ import gdn_jax as gdn
 from gdn_jax.errors import StalePoolError, StateMismatchError, UnsupportedError
 from gdn_jax.evidence import bounds, recipe
 from gdn_jax.evidence.metrics import differing, max_rel, rms_rel
-from gdn_jax.evidence.oracle import run_layer
+from tests.support import cases
 
 CFG = gdn.GdnConfig(hidden=96, key_heads=2, value_heads=6, key_dim=20, value_dim=32, conv_width=4)
 LARGE = ("in_proj_qkv.weight", "in_proj_z.weight", "out_proj.weight")
@@ -40,15 +40,8 @@ def inputs(kind="heavy", tokens=12, batch=3):
 
 
 def oracle(tensors, xs):
-    return run_layer(
-        tensors,
-        np.asarray(xs),
-        key_heads=CFG.key_heads,
-        value_heads=CFG.value_heads,
-        key_dim=CFG.key_dim,
-        value_dim=CFG.value_dim,
-        norm_eps=CFG.norm_eps,
-    )
+    zeros = gdn.init_state(CFG, layers=1, batch=xs.shape[1])
+    return cases.oracle_run(CFG, xs, zeros.S[0], zeros.conv_hist[0], weights=tensors)
 
 
 def dequantised(tensors, weights):

@@ -1,0 +1,43 @@
+"""Run a gdn command with --json and keep what it measured: one line of JSON per run, with commit, date and device.
+
+    python -m experiments.record RESULTS.jsonl check --long
+
+Outside a git checkout, name the commit: GDN_COMMIT=… python -m experiments.record …
+"""
+
+import datetime
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+
+def main(results: str, *arguments: str) -> int:
+    commit = os.environ.get("GDN_COMMIT") or _commit()
+    ran = subprocess.run(
+        [sys.executable, "-m", "gdn_jax.cli", *arguments, "--json"], stdout=subprocess.PIPE, text=True, check=False
+    )
+    line = {
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "commit": commit,
+        "command": " ".join(("gdn", *arguments)),
+        "status": ran.returncode,
+        "report": json.loads(ran.stdout) if ran.stdout else None,
+    }
+    with pathlib.Path(results).open("a") as file:
+        file.write(json.dumps(line) + "\n")
+    return ran.returncode
+
+
+def _commit() -> str:
+    def git(*words: str) -> str:
+        return subprocess.run(["git", *words], capture_output=True, text=True, check=True).stdout.strip()
+
+    return git("rev-parse", "--short", "HEAD") + ("-dirty" if git("status", "--porcelain", "-uno") else "")
+
+
+if __name__ == "__main__":
+    if len(sys.argv) < 3:
+        sys.exit(__doc__)
+    sys.exit(main(*sys.argv[1:]))
