@@ -1,15 +1,20 @@
-"""The command line: `gdn check`, `gdn info`."""
+"""The command line: `gdn check`, `gdn convert`, `gdn info`, `gdn trace`."""
 
 import argparse
 import json
 import logging
+import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 from gdn_jax.errors import GdnError
 
 __all__ = ["main"]
+
+# Named here, so that a command line is parsed without loading the library.
+_QUANTISERS = ("absmax", "q4_0", "mse")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -30,7 +35,9 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="gdn", description="Gated DeltaNet in JAX, with evidence for every number.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _add_check(commands)
+    _add_convert(commands)
     _add_info(commands)
+    _add_trace(commands)
     return parser
 
 
@@ -47,10 +54,37 @@ def _add_check(commands) -> None:
     check.add_argument("--tokens", type=_positive, default=5, metavar="T", help="length of the sequence (default 5)")
     check.add_argument("--batch", type=_positive, default=1, metavar="B", help="sequences at once (default 1)")
     check.add_argument("--inputs", choices=("gaussian", "heavy", "uniform"), default="gaussian", help="distribution")
-    check.add_argument("--tier", choices=("f32",), default="f32", help="weights of the large projections")
+    check.add_argument("--tier", choices=("f32", "q4"), default="f32", help="form of the large projections")
+    check.add_argument("--quantiser", choices=_QUANTISERS, default="absmax", help="with --tier q4 (default absmax)")
     check.add_argument("--long", action="store_true", help="without a subject: the 512-token goldens too")
     check.add_argument("--json", action="store_true", help="one JSON object instead of tables")
     check.set_defaults(run=_check)
+
+
+def _add_convert(commands) -> None:
+    convert = commands.add_parser(
+        "convert",
+        help="convert a checkpoint, with the large projections in 4 bits if wanted; or prove that a result is right",
+        description=(
+            "SRC is a Hugging Face directory, a GGUF file or a converted checkpoint. DST must not exist; it appears "
+            "when it is complete, and nothing is left behind otherwise."
+        ),
+    )
+    convert.add_argument("source", type=Path, metavar="SRC", help="the checkpoint to convert")
+    convert.add_argument("destination", type=Path, metavar="DST", help="a GGUF file if it ends in .gguf, else Orbax")
+    convert.add_argument("--tier", choices=("f32", "q4"), help="f32: numbers as stored; q4: 4 bits (default f32)")
+    convert.add_argument("--quantiser", choices=_QUANTISERS, help="rule of tier q4 (default absmax)")
+    convert.add_argument("--format", choices=("orbax", "gguf"), help="instead of what the name of DST says")
+    convert.add_argument(
+        "--resume",
+        action="store_true",
+        help="keep finished items if interrupted, and go on from those of an earlier run",
+    )
+    convert.add_argument(
+        "--verify", action="store_true", help="compare every tensor with SRC afterwards; if DST exists, do only that"
+    )
+    convert.add_argument("--json", action="store_true", help="one JSON object instead of tables")
+    convert.set_defaults(run=_convert)
 
 
 def _add_info(commands) -> None:
@@ -59,27 +93,109 @@ def _add_info(commands) -> None:
     info.set_defaults(run=_info)
 
 
+def _add_trace(commands) -> None:
+    trace = commands.add_parser(
+        "trace",
+        help="the error budget: 4-bit weights against float32 per operator, and 8-bit activations apart",
+        description="Runs a layer in f32 and in q4 on the same inputs and prints where they differ, and by how much.",
+    )
+    subject = trace.add_mutually_exclusive_group()
+    subject.add_argument("--geometry", default="qwen3.5-27b", help="a published geometry, or D,G,H,K,V,W (default 27b)")
+    subject.add_argument("--model", type=Path, metavar="PATH", help="a checkpoint; its stored 4-bit codes are kept")
+    trace.add_argument("--layers", type=_layers, default=(0,), metavar="I[,J…]", help="GDN layers, from 0 (default 0)")
+    trace.add_argument("--tokens", type=_positive, default=16, metavar="T", help="length of the sequence (default 16)")
+    inputs = trace.add_mutually_exclusive_group()
+    inputs.add_argument("--inputs", choices=("gaussian", "heavy", "uniform"), default="heavy", help="distribution")
+    inputs.add_argument("--activations", type=Path, metavar="FILE", help=".npy, float32 [T, B, D]: recorded inputs")
+    trace.add_argument("--quantiser", choices=_QUANTISERS, default="absmax", help="rule of quantisation")
+    trace.add_argument("--stack", type=int, default=0, metavar="N", help="also the growth through N layers")
+    trace.add_argument("--json", action="store_true", help="one JSON object instead of tables")
+    trace.set_defaults(run=_trace)
+
+
 def _check(options: argparse.Namespace) -> int:
-    from gdn_jax import environment
-    from gdn_jax.evidence import check, report
+    from gdn_jax.evidence import check
 
     if (options.geometry or options.model) and options.long:
         raise ValueError("--long belongs to the packaged goldens; leave out --geometry and --model")
-    names = ("geometry", "model", "layer", "tokens", "batch", "inputs", "long")
+    names = ("geometry", "model", "layer", "tokens", "batch", "inputs", "long", "tier", "quantiser")
     chosen = check.Options(**{name: getattr(options, name) for name in names})
-    sections = []
-    for section in check.run(chosen):
-        sections.append(section)
-        if options.json:
+    return _show("check", check.run(chosen), as_json=options.json)
+
+
+def _convert(options: argparse.Namespace) -> int:
+    # Files are written by way of JAX, which would otherwise take most of a GPU's memory for it.
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    from gdn_jax import convert, convert_verify
+    from gdn_jax.progress import Meter
+
+    if options.quantiser and options.tier == "f32":
+        raise ValueError("--quantiser belongs to --tier q4")
+    recipe = {name: value for name in ("tier", "quantiser") if (value := getattr(options, name)) is not None}
+    paths = (options.source, options.destination)
+    done, verdict = None, None
+    if not options.verify or options.resume or not options.destination.exists():
+        with Meter("converting", sys.stderr) as meter:
+            done = convert.convert(*paths, **recipe, format=options.format, resume=options.resume, progress=meter)
+    if options.verify:
+        with Meter("verifying", sys.stderr) as meter:
+            verdict = convert_verify.verify(*paths, **recipe, progress=meter)
+    good = verdict is None or verdict.passed
+    if options.json:
+        outcomes = {"conversion": done and done._asdict(), "verification": verdict and verdict._asdict()}
+        print(json.dumps({"passed": good, **outcomes}, indent=1))
+        return 0 if good else 1
+    if done is not None:
+        _show_conversion(done, options.destination)
+    if verdict is not None:
+        for fault in verdict.faults:
+            print(f"  {fault}")
+        bounded = f", {verdict.bounded} within {verdict.worst:.2f} of their bound" if verdict.bounded else ""
+        print(f"gdn convert: {'verified' if good else 'FAILED'}: {verdict.exact} tensors compared by bits{bounded}")
+    return 0 if good else 1
+
+
+def _show_conversion(done: Any, destination: Path) -> None:
+    from gdn_jax.evidence import report
+
+    if done.quantisation:
+        columns = ("max_error", "rms_relative", "zero_code_share", "zeroed_rows")
+        rows = [(name, *(cost[column] for column in columns)) for name, cost in sorted(done.quantisation.items())]
+        title = f"what quantising by {done.quantiser} cost"
+        print(report.as_text(report.Section("quantisation", title, ("tensor", *columns), rows, None)), end="\n\n")
+    print(
+        f"gdn convert: {done.tensors} tensors ({done.resumed} of an earlier run), {done.source_nbytes:,} bytes to "
+        f"{done.nbytes:,} in {done.seconds:.1f} s ({done.source_nbytes / done.seconds / 1e6:,.0f} MB/s): {destination}"
+    )
+
+
+def _trace(options: argparse.Namespace) -> int:
+    from gdn_jax.evidence import budget
+
+    names = ("geometry", "model", "layers", "tokens", "inputs", "activations", "quantiser", "stack")
+    chosen = budget.Options(**{name: getattr(options, name) for name in names})
+    return _show("trace", budget.run(chosen), as_json=options.json)
+
+
+def _show(command: str, sections: Iterable[Any], *, as_json: bool) -> int:
+    """Print tables as they come, or one JSON object at the end; the verdict is the exit status."""
+    from gdn_jax import environment
+    from gdn_jax.evidence import report
+
+    environment.make_reproducible()
+    done = []
+    for section in sections:
+        done.append(section)
+        if as_json:
             print(f"{section.name}: {report.verdict(section)}", file=sys.stderr)
         else:
             print(report.as_text(section), end="\n\n", flush=True)
-    good = report.passed(sections)
-    if options.json:
-        print(report.as_json(sections, environment.describe()))
+    good = report.passed(done)
+    if as_json:
+        print(report.as_json(done, environment.describe()))
     else:
-        failed = [section.name for section in sections if section.passed is False]
-        print("gdn check: passed" if good else f"gdn check: FAILED ({', '.join(failed)})")
+        failed = [section.name for section in done if section.passed is False]
+        print(f"gdn {command}: passed" if good else f"gdn {command}: FAILED ({', '.join(failed)})")
     return 0 if good else 1
 
 
@@ -105,6 +221,13 @@ def _info(options: argparse.Namespace) -> int:
     for warning in warnings:
         print(f"warning: {warning}", file=sys.stderr)
     return 0
+
+
+def _layers(text: str) -> tuple[int, ...]:
+    parts = text.split(",")
+    if not all(part.isdecimal() for part in parts):
+        raise argparse.ArgumentTypeError(f"must be layer numbers such as 0 or 0,3,47, got {text!r}")
+    return tuple(map(int, parts))
 
 
 def _positive(text: str) -> int:

@@ -8,6 +8,8 @@ import pytest
 
 from gdn_jax import cli, environment
 from gdn_jax.evidence import bounds
+from gdn_jax.evidence.subjects import parse_geometry
+from tests.support.models import save_model
 from tests.support.paths import FIXTURES, MODELS
 
 SMALL = ("check", "--geometry", "40,2,6,12,20,4")
@@ -46,6 +48,15 @@ def test_a_failed_verdict_is_the_exit_status(capsys, monkeypatch, bound):
     status, out, _ = run(capsys, *SMALL)
     assert status == 1
     assert "FAILED (per_" in out.rstrip().splitlines()[-1]
+
+
+@pytest.mark.parametrize("quantiser", ["absmax", "q4_0"])
+def test_check_of_4_bit_weights(capsys, tmp_path, quantiser):
+    path = save_model(tmp_path / "model", parse_geometry("96,2,6,20,32,4")[1], layers=2)
+    tier = ("--tier", "q4", "--quantiser", quantiser, "--inputs", "heavy", "--batch", "2")
+    for subject in (("--geometry", "96,2,6,20,32,4"), ("--model", str(path), "--layer", "1")):
+        status, out, _ = run(capsys, "check", *subject, *tier)
+        assert status == 0, out
 
 
 @pytest.mark.parametrize("model", MODELS)

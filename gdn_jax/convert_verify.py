@@ -1,0 +1,163 @@
+"""Proof that a converted checkpoint is what its source gives under its recipe: every tensor, and the configuration."""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from checkpoints import Checkpoint, open_checkpoint
+from checkpoints.gguf_config import metadata_of
+from checkpoints.gguf_file import GgufFile
+from checkpoints.gguf_layout import Part
+from checkpoints.gguf_qwen import GgufCheckpoint
+from checkpoints.names import listed
+from checkpoints.orbax_item import arrays_of, content_hash, info_of
+from checkpoints.q4_blocks import Q4Codes
+from checkpoints.store import StoreCheckpoint
+from gdn_jax.convert import QUANTISER_KEY, TIER_KEY, Job, Recipe, Watcher, gguf_parts
+from gdn_jax.errors import CheckpointError
+from gdn_jax.q4 import METHODS
+
+__all__ = ["Verification", "verify"]
+
+# F43: what adding 1 to a norm weight, and taking the log of an exponential, cost in float32.
+_NORM_BOUND, _DECAY_BOUND = 2.0**-24, 2.0**-23
+
+
+class Verification(NamedTuple):
+    """The verdict on one destination.
+
+    `exact` tensors have the same bits, `bounded` ones (norms and A_log of a GGUF file) lie within the rounding of the
+    format; `worst` is the largest error among these as a share of its bound. `faults` says what is wrong.
+    """
+
+    tier: str
+    quantiser: str | None
+    exact: int
+    bounded: int
+    worst: float
+    faults: tuple[str, ...]
+
+    @property
+    def passed(self) -> bool:
+        """Whether the destination is what it must be."""
+        return not self.faults
+
+
+def verify(
+    source: str | os.PathLike[str],
+    destination: str | os.PathLike[str],
+    *,
+    tier: str | None = None,
+    quantiser: str | None = None,
+    progress: Watcher | None = None,
+) -> Verification:
+    """Convert `source` again, tensor by tensor, and compare with what is at `destination`, which is not changed.
+
+    Tier and quantiser are those that the destination says it was made with; where it says nothing they must be given.
+    Dense tensors and codes are compared by SHA-256 of their bits, with dtype and shape.
+
+    Raises:
+        CheckpointError: the source cannot be read; the destination cannot be opened, is no result of a conversion, or
+            does not agree with the tier or quantiser given. (A tensor that cannot be read there is a fault.)
+    """
+    source, destination = Path(source), Path(destination)
+    with open_checkpoint(source) as original, open_checkpoint(destination) as result:
+        recipe = _recipe(result, tier, quantiser)
+        job = Job(source, original, recipe, progress)
+        is_gguf = isinstance(result, GgufCheckpoint)
+        faults = list(_gguf_config_faults(original, result) if is_gguf else _config_faults(original, result))
+        if odd := sorted(job.infos.keys() ^ set(result.names())):
+            faults.append(f"only one of the two has {listed(odd)}")
+        parts = gguf_parts(result) if is_gguf else {}
+        shares: list[float] = []
+        common = [name for name in result.names() if name in job.infos]
+        for name in common:
+            share, fault = _compare(job, result, name, parts.get(name))
+            faults += [fault] if fault else []
+            shares += [share] if share is not None else []
+            job.done([name])
+    return Verification(
+        tier=recipe.tier,
+        quantiser=job.quantiser,
+        exact=len(common) - len(shares),
+        bounded=len(shares),
+        worst=max(shares, default=0.0),
+        faults=tuple(faults),
+    )
+
+
+def _recipe(result: Checkpoint, tier: str | None, quantiser: str | None) -> Recipe:
+    """The recipe that the destination records, completed by what is given and in agreement with it."""
+    recorded = _recorded(result)
+    for name, stated, given in (("tier", recorded[0], tier), ("quantiser", recorded[1], quantiser)):
+        if given is not None and stated is not None and given != stated:
+            raise CheckpointError(f"{result.source}: was made with {name} {stated}, not {given}")
+    tier, quantiser = recorded[0] or tier, recorded[1] or quantiser
+    if tier is None or (recorded[0] is None and tier == "q4" and quantiser is None):
+        raise CheckpointError(f"{result.source}: does not say how it was made; give the tier, and for q4 the quantiser")
+    # Where a conversion quantised nothing it records no quantiser, and the choice does not matter.
+    return Recipe(tier, quantiser or METHODS[0])
+
+
+def _recorded(result: Checkpoint) -> tuple[Any, Any]:
+    if isinstance(result, StoreCheckpoint):
+        return result.tier, result.quantiser
+    if isinstance(result, GgufCheckpoint):
+        with GgufFile(result.source) as file:
+            return file.metadata.get(TIER_KEY), file.metadata.get(QUANTISER_KEY)
+    raise CheckpointError(f"{result.source}: expected a converted checkpoint or a GGUF file to verify")
+
+
+def _config_faults(original: Checkpoint, result: Checkpoint) -> Iterator[str]:
+    for key in sorted(original.config.keys() | result.config.keys()):
+        if original.config.get(key) != result.config.get(key):
+            yield f"the configurations differ in {key}"
+
+
+def _gguf_config_faults(original: Checkpoint, result: Checkpoint) -> Iterator[str]:
+    """The metadata must be those that the source's configuration gives; the file holds floats in 32 bits."""
+    with GgufFile(result.source) as file:
+        for key, wanted in metadata_of(original.config).items():
+            found = file.metadata.get(key)
+            wanted = float(np.float32(wanted)) if isinstance(wanted, float) else wanted
+            if found is None or not np.array_equal(found, wanted):
+                yield f"metadata key {key} is {found!r:.80}, expected {wanted!r:.80}"
+
+
+def _compare(job: Job, result: Checkpoint, name: str, part: Part | None) -> tuple[float | None, str | None]:
+    """The error as a share of its bound where one applies, and what is wrong, if anything.
+
+    The two sides are held one after the other, except where numbers must be compared, and these are small.
+    """
+    value = job.recipe.apply(job.source, name).value
+    if part is not None and not part.is_matrix and isinstance(value, np.ndarray):
+        value = value.astype(np.float32)
+    info, digest = info_of(value), content_hash(arrays_of(value))
+    rounded = value if part is not None and part.transform is not None else None
+    del value
+    try:
+        found = result.read_q4(name) if info.dtype == "Q4_0" else result.read(name)
+    except CheckpointError as error:
+        return None, str(error)
+    if info_of(found) != info:
+        return None, f"tensor {name!r} is {_text(info_of(found))}, expected {_text(info)}"
+    if isinstance(rounded, np.ndarray) and isinstance(found, np.ndarray):
+        share = _share_of_bound(name, found, rounded)
+        return share, None if share <= 1 else f"tensor {name!r} is off by {share:.3g} times what the format costs"
+    same = content_hash(arrays_of(found)) == digest
+    return None, None if same else f"tensor {name!r} has other {'codes' if isinstance(found, Q4Codes) else 'numbers'}"
+
+
+def _share_of_bound(name: str, found: np.ndarray, expected: np.ndarray) -> float:
+    """The largest error in units of its bound: 2^-24 max(1, |1 + w|) for norms, 2^-23 max(1, |A|) for A_log."""
+    exact = expected.astype(np.float64)
+    bound, size = (_DECAY_BOUND, exact) if name.endswith(".A_log") else (_NORM_BOUND, 1 + exact)
+    shares = np.abs(found.astype(np.float64) - exact) / (bound * np.maximum(1, np.abs(size)))
+    return float(np.nan_to_num(shares, nan=np.inf).max())
+
+
+def _text(info: Any) -> str:
+    return f"{info.dtype} {list(info.shape)}"
