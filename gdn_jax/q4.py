@@ -173,5 +173,6 @@ def _compare(source: np.ndarray, codes: np.ndarray, scales: np.ndarray) -> tuple
     error = weights - stored
     held, kept = (weights != 0).any(axis=-1), (stored != 0).any(axis=-1)
     zeroed_rows = np.count_nonzero(held.any(axis=-1) & ~kept.any(axis=-1))
-    sums = (np.vdot(error, error), np.vdot(weights, weights), np.count_nonzero(codes == 0))
+    # Plain sums: a BLAS dot would wake its threads for every chunk.
+    sums = (np.sum(error * error), np.sum(weights * weights), np.count_nonzero(codes == 0))
     return float(np.abs(error).max()), np.array([*sums, zeroed_rows, np.count_nonzero(held & ~kept)], np.float64)

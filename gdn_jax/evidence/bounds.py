@@ -20,8 +20,12 @@ RUN = 7e-7
 # One operator's output at one well-conditioned token.
 OPERATOR = 1.5e-6
 
-# S and the convolution history after a run. Measured: 7.7e-7 after 4096 tokens.
+# S and the convolution history after a run. Measured: 7.7e-7 after 4096 tokens of small geometries.
 STATE = 1.5e-6
+
+# The same after 512 tokens of the 27B geometry. Measured: 9.0e-7 on the CPU, 2.9e-6 on an H200, transformers 1.5e-6. A
+# slow head multiplies S by almost the same exp(g) at every token, so a biased last bit of exp(g) adds up.
+STATE_27B_LONG = 4.4e-6
 
 # How far the float64 output moves, at a typical token, when every input is rounded to float32 once more.
 TYPICAL_NOISE = 1.5e-7
