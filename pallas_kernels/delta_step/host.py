@@ -1,0 +1,242 @@
+"""The host functions: what they take, what they refuse, and the calls they build."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plt
+
+from pallas_kernels.delta_step.kernel import delta_layer_step_kernel, delta_step_kernel
+from pallas_kernels.delta_step.tuning import Tiles, choose_tiles, next_power_of_two
+
+__all__ = ["delta_layer_step", "delta_step", "supported"]
+
+MAX_HEAD_DIM = 256
+"""The largest K and V for which the default tiles are known not to spill registers."""
+_MAX_PROGRAMS = 2**31 - 1
+
+
+def supported(state: Any) -> str | None:
+    """Why the kernels cannot take this state [L, B, H, K, V] (anything with a shape and a dtype), or None if they can.
+
+    Shapes of the other operands follow from it. The platform is the caller's affair: without `interpret` the kernels
+    are lowered by the Triton backend of Pallas, for an NVIDIA GPU.
+    """
+    if len(state.shape) != 5:
+        return f"state must have the axes [L, B, H, K, V], got shape {list(state.shape)}"
+    if state.dtype != jnp.float32:
+        return f"state must be float32, got {state.dtype}"
+    if 0 in state.shape:
+        return f"every axis of state [L, B, H, K, V] must be at least 1, got shape {list(state.shape)}"
+    _, batch, heads, key_dim, value_dim = state.shape
+    if max(key_dim, value_dim) > MAX_HEAD_DIM:
+        return f"K and V must be at most {MAX_HEAD_DIM}, got K = {key_dim}, V = {value_dim}"
+    if batch * heads * value_dim > _MAX_PROGRAMS:
+        return f"B·H·V must be at most {_MAX_PROGRAMS}, got {batch * heads * value_dim} for shape {list(state.shape)}"
+    return None
+
+
+def delta_step(
+    state: jax.Array,
+    layer: jax.Array,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    beta: jax.Array,
+    g: jax.Array,
+    *,
+    active: jax.Array | None = None,
+    tiles: Tiles | None = None,
+    interpret: bool = False,
+) -> tuple[jax.Array, jax.Array]:
+    """One token of the gated delta rule on one layer of a stacked state, in place.
+
+    S ← S · exp(g);  u = beta · (v - Sᵀk);  S ← S + k uᵀ;  o = Sᵀq, with the updated S = state[layer, b, h].
+
+    The state that goes in and the one that comes out are the same memory once the caller donates it; other layers are
+    never touched. A layer out of range, which a traced index cannot reveal beforehand, gives o = NaN and leaves the
+    state as it is. The same program gives the same bits, and a row's do not depend on the other rows. `vmap` adds an
+    axis to the grid; there is no derivative.
+
+    Args:
+        state: float32 [L, B, H, K, V].
+        layer: int32 [1], read by the kernel.
+        q: float32 [B, G, K], normalised and scaled; value head h uses key head h // (H / G).
+        k: float32 [B, G, K], normalised.
+        v: float32 [B, H, V].
+        beta: float32 [B, H], write strength.
+        g: float32 [B, H], log decay.
+        active: bool or int32 [B]; where it is false o is 0 and the state stays untouched, bit for bit. None: all true.
+        tiles: what one program takes; None chooses for the default device.
+        interpret: run the kernel's body in plain XLA, on any device.
+
+    Returns:
+        o [B, H, V] and the next state.
+
+    Raises:
+        ValueError: shapes that do not fit together, or tiles that are not powers of two.
+        NotImplementedError: sizes or dtypes beyond the kernel, as `supported` words them.
+    """
+    batch, heads, key_dim, value_dim = _check_state(state)
+    key_heads = q.shape[1] if q.ndim == 3 else 0
+    _check("layer", layer, (1,), (jnp.int32,))
+    _check("k", k, (batch, _check_key_heads(heads, key_heads, f"q of shape {list(q.shape)}"), key_dim))
+    _check("q", q, k.shape)
+    _check("v", v, (batch, heads, value_dim))
+    _check_gates(beta, g, active, batch, heads)
+    keys, block_v, warps = _tiles("delta_step", state, tiles)
+
+    ratio = heads // key_heads
+    of_key_head = pl.BlockSpec((None, None, keys), lambda i, h, b: (b, h // ratio, 0))
+    of_columns = pl.BlockSpec((None, None, block_v), lambda i, h, b: (b, h, i))
+    of_head = pl.BlockSpec((None, None), lambda i, h, b: (b, h))
+    of_state = pl.BlockSpec((state.shape[0], None, None, keys, block_v), lambda i, h, b: (0, b, h, 0, i))
+    o, state = pl.pallas_call(
+        functools.partial(delta_step_kernel, key_dim=key_dim, value_dim=value_dim),
+        grid=(pl.cdiv(value_dim, block_v), heads, batch),
+        in_specs=[
+            pl.BlockSpec((1,), lambda i, h, b: (0,)),
+            of_state,
+            of_key_head,
+            of_key_head,
+            of_columns,
+            of_head,
+            of_head,
+            None if active is None else pl.BlockSpec((None,), lambda i, h, b: (b,)),
+        ],
+        out_specs=[of_columns, of_state],
+        out_shape=[jax.ShapeDtypeStruct(v.shape, v.dtype), jax.ShapeDtypeStruct(state.shape, state.dtype)],
+        input_output_aliases={1: 1},
+        compiler_params=plt.CompilerParams(num_warps=warps, num_stages=1),
+        interpret=interpret,
+        name="delta_step",
+    )(layer, state, q, k, v, beta, g, active)
+    return o, state
+
+
+def delta_layer_step(
+    state: jax.Array,
+    layer: jax.Array,
+    xcv: jax.Array,
+    z: jax.Array,
+    beta: jax.Array,
+    g: jax.Array,
+    norm_weight: jax.Array,
+    *,
+    key_heads: int,
+    qk_eps: float,
+    eps: float,
+    active: jax.Array | None = None,
+    tiles: Tiles | None = None,
+    interpret: bool = False,
+) -> tuple[jax.Array, jax.Array]:
+    """`delta_step` with the stages on either side: from the convolution's output to the output projection's input.
+
+    q, k, v are the parts of xcv in this order, head-major; q and k become x · rsqrt(sum(x²) + qk_eps), q also · K^-1/2;
+    then the delta rule; then o · rsqrt(mean(o²) + eps) · norm_weight · silu(z) over V.
+
+    State, layers out of range, inactive rows and errors are those of `delta_step`.
+
+    Args:
+        state: float32 [L, B, H, K, V].
+        layer: int32 [1], read by the kernel.
+        xcv: float32 [B, C], C = 2GK + HV, after convolution and SiLU.
+        z: float32 [B, H, V], raw gate of the output norm.
+        beta: float32 [B, H], write strength.
+        g: float32 [B, H], log decay.
+        norm_weight: float32 [V].
+        key_heads: G.
+        qk_eps: epsilon of the q/k norm, on the sum of squares.
+        eps: epsilon of the gated norm, on the mean of squares.
+        active: bool or int32 [B]; where it is false the output is 0 and the state untouched. None: all true.
+        tiles: what one program takes; it works through a whole head, block_v columns at a time.
+        interpret: run the kernel's body in plain XLA, on any device.
+
+    Returns:
+        The normalised and gated output [B, H, V] and the next state.
+    """
+    batch, heads, key_dim, value_dim = _check_state(state)
+    _check("layer", layer, (1,), (jnp.int32,))
+    _check_key_heads(heads, key_heads, f"{key_heads=}")
+    channels = 2 * key_heads * key_dim + heads * value_dim
+    _check("xcv", xcv, (batch, channels))
+    _check("z", z, (batch, heads, value_dim))
+    _check("norm_weight", norm_weight, (value_dim,))
+    _check_gates(beta, g, active, batch, heads)
+    keys, block_v, warps = _tiles("delta_layer_step", state, tiles)
+
+    columns = next_power_of_two(value_dim)
+    of_values = pl.BlockSpec((None, None, columns), lambda h, b: (b, h, 0))
+    of_head = pl.BlockSpec((None, None), lambda h, b: (b, h))
+    of_state = pl.BlockSpec((state.shape[0], None, None, keys, columns), lambda h, b: (0, b, h, 0, 0))
+    onn, state = pl.pallas_call(
+        functools.partial(
+            delta_layer_step_kernel,
+            key_heads=key_heads,
+            key_dim=key_dim,
+            value_dim=value_dim,
+            block_v=block_v,
+            qk_eps=qk_eps,
+            eps=eps,
+        ),
+        grid=(heads, batch),
+        in_specs=[
+            pl.BlockSpec((1,), lambda h, b: (0,)),
+            of_state,
+            pl.BlockSpec((None, channels), lambda h, b: (b, 0)),
+            of_values,
+            of_head,
+            of_head,
+            pl.BlockSpec((columns,), lambda h, b: (0,)),
+            None if active is None else pl.BlockSpec((None,), lambda h, b: (b,)),
+        ],
+        out_specs=[of_values, of_state],
+        out_shape=[jax.ShapeDtypeStruct(z.shape, z.dtype), jax.ShapeDtypeStruct(state.shape, state.dtype)],
+        input_output_aliases={1: 1},
+        compiler_params=plt.CompilerParams(num_warps=warps, num_stages=1),
+        interpret=interpret,
+        name="delta_layer_step",
+    )(layer, state, xcv, z, beta, g, norm_weight, active)
+    return onn, state
+
+
+def _check_state(state):
+    """B, H, K and V of a state that the kernels can take."""
+    if reason := supported(state):
+        raise NotImplementedError(f"{reason}; use the XLA implementation")
+    return state.shape[1:]
+
+
+def _check_key_heads(heads, key_heads, source):
+    if key_heads < 1 or heads % key_heads:
+        raise ValueError(f"value heads must be a multiple of key heads G >= 1, got H = {heads} with {source}")
+    return key_heads
+
+
+def _check_gates(beta, g, active, batch, heads):
+    _check("beta", beta, (batch, heads))
+    _check("g", g, (batch, heads))
+    if active is not None:
+        _check("active", active, (batch,), (jnp.bool_, jnp.int32))
+
+
+def _check(name, array, shape, dtypes=(jnp.float32,)):
+    if array.shape != shape:
+        raise ValueError(f"{name} must have shape {list(shape)} to fit the other arguments, got {list(array.shape)}")
+    if array.dtype not in dtypes:
+        names = " or ".join(jnp.dtype(dtype).name for dtype in dtypes)
+        raise NotImplementedError(f"{name} must be {names}, got {array.dtype}; use the XLA implementation")
+
+
+def _tiles(kernel, state, tiles):
+    """Rows and columns of S in a program, powers of two both, and its warps."""
+    _, batch, heads, key_dim, value_dim = state.shape
+    if tiles is None:
+        tiles = choose_tiles(kernel, jax.devices()[0].device_kind, key_dim, value_dim, batch * heads)
+    columns = next_power_of_two(value_dim)
+    for name, value, most in (("block_v", tiles.block_v, columns), ("warps", tiles.warps, 32)):
+        if not 1 <= value <= most or value & (value - 1):
+            raise ValueError(f"tiles.{name} must be a power of two of at most {most}, got {value}")
+    return next_power_of_two(key_dim), tiles.block_v, tiles.warps

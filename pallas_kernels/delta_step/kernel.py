@@ -1,0 +1,151 @@
+"""Kernel bodies for the Triton backend: what one program does to its part of S.
+
+A program owns all K rows of one value head and some of its columns, so that nothing it computes depends on another
+program. Every array has the next power of two of its true length; the masks that cut it off are None where there is
+nothing to cut.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plt
+
+__all__ = ["delta_layer_step_kernel", "delta_step_kernel"]
+
+
+def delta_step_kernel(
+    layer_ref,  # [1]
+    s_ref,  # [L, K, Vb]
+    q_ref,  # [K]
+    k_ref,  # [K]
+    v_ref,  # [Vb]
+    beta_ref,  # []
+    g_ref,  # []
+    active_ref,  # [] or None
+    o_ref,  # [Vb]
+    new_s_ref,  # [L, K, Vb], the same memory as s_ref
+    *,
+    key_dim: int,
+    value_dim: int,
+):
+    """Vb columns of one value head; grid (blocks of V, H, B)."""
+    layers, keys, columns = s_ref.shape
+    key_mask = _mask(0, keys, key_dim)
+    column_mask = _mask(pl.program_id(0) * columns, columns, value_dim)
+    # Read before it is known which layer is meant: the two latencies overlap.
+    q, k = _load(q_ref, key_mask), _load(k_ref, key_mask)
+    v, beta, decay = _load(v_ref, column_mask), beta_ref[...], jnp.exp(g_ref[...])
+
+    def advance(layer):
+        s, s_mask = s_ref.at[layer], _tile_mask(key_mask, column_mask)
+        o, new_s = _advance(_load(s, s_mask), q, k, v, beta, decay)
+        plt.store(new_s_ref.at[layer], new_s, mask=s_mask)
+        plt.store(o_ref, o, mask=column_mask)
+
+    def rest(value):
+        plt.store(o_ref, jnp.full((columns,), value), mask=column_mask)
+
+    _if_live(layer_ref, layers, active_ref, advance, rest)
+
+
+def delta_layer_step_kernel(
+    layer_ref,  # [1]
+    s_ref,  # [L, K, V]
+    xcv_ref,  # [C]
+    z_ref,  # [V]
+    beta_ref,  # []
+    g_ref,  # []
+    weight_ref,  # [V]
+    active_ref,  # [] or None
+    onn_ref,  # [V]
+    new_s_ref,  # [L, K, V], the same memory as s_ref
+    *,
+    key_heads: int,
+    key_dim: int,
+    value_dim: int,
+    block_v: int,
+    qk_eps: float,
+    eps: float,
+):
+    """One value head from raw q and k to the gated norm, block_v columns after another; grid (H, B)."""
+    layers, keys, _ = s_ref.shape
+    head, value_heads = pl.program_id(0), pl.num_programs(0)
+    key_mask = _mask(0, keys, key_dim)
+    blocks = [pl.ds(start, block_v) for start in range(0, value_dim, block_v)]
+    masks = [_mask(block.start, block_v, value_dim) for block in blocks]
+    first_key = head // (value_heads // key_heads) * key_dim
+    first_value = 2 * key_heads * key_dim + head * value_dim
+
+    # As above, and in time for the norm: loads are not moved up past the stores of S.
+    beta, decay = beta_ref[...], jnp.exp(g_ref[...])
+    vs = [_load(xcv_ref.at[pl.ds(first_value + b.start, block_v)], m) for b, m in zip(blocks, masks, strict=True)]
+    gates = [
+        _load(weight_ref.at[b], m) * jax.nn.silu(_load(z_ref.at[b], m)) for b, m in zip(blocks, masks, strict=True)
+    ]
+    q, k = (
+        _l2_normalise(_load(xcv_ref.at[pl.ds(part * key_heads * key_dim + first_key, keys)], key_mask), qk_eps)
+        for part in (0, 1)
+    )
+    q = q * jnp.float32(key_dim**-0.5)
+
+    def advance(layer):
+        outputs = []
+        for block, mask, v in zip(blocks, masks, vs, strict=True):
+            s_mask = _tile_mask(key_mask, mask)
+            o, new_s = _advance(_load(s_ref.at[layer, :, block], s_mask), q, k, v, beta, decay)
+            plt.store(new_s_ref.at[layer, :, block], new_s, mask=s_mask)
+            outputs.append(o)
+        # Columns past the end hold 0.
+        mean_square = sum(jnp.sum(o * o) for o in outputs) / value_dim
+        scale = jax.lax.rsqrt(mean_square + jnp.float32(eps))
+        for block, mask, o, gate in zip(blocks, masks, outputs, gates, strict=True):
+            plt.store(onn_ref.at[block], o * scale * gate, mask=mask)
+
+    def rest(value):
+        for block, mask in zip(blocks, masks, strict=True):
+            plt.store(onn_ref.at[block], jnp.full((block_v,), value), mask=mask)
+
+    _if_live(layer_ref, layers, active_ref, advance, rest)
+
+
+def _advance(s, q, k, v, beta, decay):
+    """S [K, Vb] -> o [Vb] and the next S: decay, correct, write, read, in the order of the definition."""
+    s = s * decay
+    u = beta * (v - jnp.sum(s * k[:, None], axis=0))
+    s = s + k[:, None] * u[None, :]
+    return jnp.sum(s * q[:, None], axis=0), s
+
+
+def _l2_normalise(x, eps):
+    return x * jax.lax.rsqrt(jnp.sum(x * x) + jnp.float32(eps))
+
+
+def _if_live(layer_ref, layers, active_ref, advance, rest):
+    """`advance(layer)` where the layer exists and the row is active, else `rest` on 0, or on NaN for want of a layer.
+
+    A real branch: what rests is neither read nor written.
+    """
+    layer = layer_ref[0]
+    exists = (layer >= 0) & (layer < layers)
+    live = exists if active_ref is None else exists & active_ref[...].astype(jnp.bool_)
+    pl.when(live)(lambda: advance(layer))
+    pl.when(~live)(lambda: rest(jnp.where(exists, jnp.float32(0), jnp.float32(jnp.nan))))
+
+
+def _mask(start, length, size):
+    """Which of `length` positions from `start` (a multiple of it) lie within `size`: None if all do, wherever it is."""
+    return None if size % length == 0 else start + jnp.arange(length, dtype=jnp.int32) < size
+
+
+def _tile_mask(key_mask, column_mask):
+    """The mask of a tile [K, Vb] from those of its axes."""
+    masks = [] if key_mask is None else [key_mask[:, None]]
+    masks += [] if column_mask is None else [column_mask[None, :]]
+    return functools.reduce(jnp.logical_and, masks) if masks else None
+
+
+def _load(ref, mask):
+    """The referred values, 0 where masked."""
+    return plt.load(ref, mask=mask, other=None if mask is None else 0.0)

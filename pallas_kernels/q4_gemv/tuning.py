@@ -1,0 +1,88 @@
+"""How a product is cut into programs: measured choices by device and shape, and the rule for everything else."""
+
+from typing import NamedTuple
+
+__all__ = ["TABLE", "Tile", "TileChoice", "TileKey", "choose_tile"]
+
+LANES = 32
+"""Threads of a warp. A program is fastest with one group (16 bytes of codes, one scale) per lane and step."""
+
+_PROGRAMS = 1024
+"""Programs to aim for: eight warps on each multiprocessor of a large card, what it takes to keep its memory busy."""
+
+
+class Tile(NamedTuple):
+    """The work of one program: every number but the last is a power of two."""
+
+    rows: int
+    """Rows of W per program; the activations, once loaded, serve all of them."""
+    groups: int
+    """Groups of 32 columns per step; also the partial sums per output, so it decides the order of summation."""
+    warps: int
+    """Warps per program. They divide the groups of a step among themselves."""
+    prefetch: bool = False
+    """Whether the weights of the next step are requested before those of this one are used."""
+
+
+class TileKey(NamedTuple):
+    """What a measurement holds for: rows (of all matrices of a launch) and columns up to a power of two."""
+
+    device_kind: str
+    rows: int
+    columns: int
+    batch: int
+    limbs: int
+
+
+class TileChoice(NamedTuple):
+    """A tile, and the measurement or the rule that it comes from."""
+
+    tile: Tile
+    source: str
+
+
+_H200 = "NVIDIA H200"
+_RECORD = "experiments/results/q4_gemv-h200.jsonl:{}"
+_THREE = Tile(rows=2, groups=32, warps=1)
+_ONE = Tile(rows=2, groups=32, warps=1, prefetch=True)
+
+TABLE: dict[TileKey, TileChoice] = {
+    TileKey(_H200, 8192, 8192, 1, 3): TileChoice(_THREE, _RECORD.format(39)),
+    TileKey(_H200, 16384, 8192, 1, 3): TileChoice(_THREE, _RECORD.format(2)),
+    TileKey(_H200, 32768, 8192, 1, 3): TileChoice(_THREE, _RECORD.format(77)),
+    TileKey(_H200, 65536, 8192, 1, 3): TileChoice(_THREE, _RECORD.format(95)),
+    TileKey(_H200, 262144, 8192, 1, 3): TileChoice(_THREE, _RECORD.format(132)),
+    TileKey(_H200, 8192, 32768, 1, 3): TileChoice(_THREE, _RECORD.format(113)),
+    TileKey(_H200, 8192, 8192, 1, 1): TileChoice(_ONE, _RECORD.format(75)),
+    TileKey(_H200, 16384, 8192, 1, 1): TileChoice(_ONE, _RECORD.format(19)),
+    TileKey(_H200, 32768, 8192, 1, 1): TileChoice(_ONE, _RECORD.format(93)),
+    TileKey(_H200, 65536, 8192, 1, 1): TileChoice(_ONE, _RECORD.format(111)),
+    TileKey(_H200, 262144, 8192, 1, 1): TileChoice(_ONE, _RECORD.format(148)),
+    TileKey(_H200, 8192, 32768, 1, 1): TileChoice(_ONE, _RECORD.format(130)),
+}
+"""Measured choices; `source` of each names the record, file and line, that holds the measurement."""
+
+
+def choose_tile(device_kind: str, rows: int, columns: int, batch: int, limbs: int) -> TileChoice:
+    """The tile for [rows, columns] matrices: the measured one of the same device and buckets, or the default."""
+    key = TileKey(device_kind, _bucket(rows), _bucket(columns), batch, limbs)
+    return TABLE.get(key) or TileChoice(_default_tile(rows, columns, batch), "default rule, not measured")
+
+
+def _default_tile(rows: int, columns: int, batch: int) -> Tile:
+    """Few rows per program where the sums of the batch fill the registers or programs are scarce.
+
+    With too few rows for one warp each, the warps of a program share the columns.
+    """
+    tile_rows = 8 if batch <= 2 else 4
+    while tile_rows > 1 and rows < tile_rows * _PROGRAMS:
+        tile_rows //= 2
+    warps = 1
+    while warps < 4 and rows * warps < _PROGRAMS and LANES * warps * 32 < columns:
+        warps *= 2
+    return Tile(rows=tile_rows, groups=LANES * warps, warps=warps)
+
+
+def _bucket(size: int) -> int:
+    """The least power of two that is not below `size`."""
+    return 1 << (size - 1).bit_length()
