@@ -364,9 +364,7 @@ def test_a_file_cut_after_opening_is_noticed(tmp_path):
     folder = write(tmp_path, config, make_tensors(config))
     with open_hf(folder) as checkpoint:
         os.truncate(folder / "model.safetensors", 9)
-        with pytest.raises(
-            CheckpointError, match=r"safetensors: the file ends inside tensor .*; it was longer"
-        ):
+        with pytest.raises(CheckpointError, match=r"safetensors: the file ends inside tensor .*; it was longer"):
             checkpoint.read("norm.weight")
 
 

@@ -91,8 +91,8 @@ def golden_summary(
 ) -> Section:
     """One row per golden: the library and transformers, each against float64, and against each other.
 
-    `bound` holds for the library's outputs, `state_bound` for its final state; with `as_good_as_theirs` the outputs must
-    also be no further from float64 than those of transformers.
+    `bound` holds for the library's outputs, `state_bound` for its final state. With `as_good_as_theirs` the outputs
+    must also be no further from float64 than those of transformers.
     """
     rows = []
     for subject in subjects:
