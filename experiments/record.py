@@ -14,13 +14,13 @@ import sys
 
 
 def main(results: str, *arguments: str) -> int:
-    commit = os.environ.get("GDN_COMMIT") or _commit()
+    revision = os.environ.get("GDN_COMMIT") or commit()
     ran = subprocess.run(
         [sys.executable, "-m", "gdn_jax.cli", *arguments, "--json"], stdout=subprocess.PIPE, text=True, check=False
     )
     line = {
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-        "commit": commit,
+        "commit": revision,
         "command": " ".join(("gdn", *arguments)),
         "status": ran.returncode,
         "report": json.loads(ran.stdout) if ran.stdout else None,
@@ -30,7 +30,9 @@ def main(results: str, *arguments: str) -> int:
     return ran.returncode
 
 
-def _commit() -> str:
+def commit() -> str:
+    """The short hash of HEAD, marked where the working tree differs from it."""
+
     def git(*words: str) -> str:
         return subprocess.run(["git", *words], capture_output=True, text=True, check=True).stdout.strip()
 
