@@ -37,15 +37,7 @@ def make_model(path: pathlib.Path) -> int:
         "linear_value_head_dim": cfg.value_dim,
         "linear_conv_kernel_dim": cfg.conv_width,
         "rms_norm_eps": cfg.norm_eps,
-        "num_attention_heads": 24,
-        "num_key_value_heads": 4,
-        "head_dim": 256,
-        "intermediate_size": 17408,
-        "vocab_size": 248320,
-        "max_position_embeddings": 262144,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25},
         "hidden_act": "silu",
-        "tie_word_embeddings": False,
         "num_hidden_layers": LAYERS,
         "layer_types": ["linear_attention"] * LAYERS,
     }
@@ -64,21 +56,20 @@ def main(results: str) -> None:
         root = pathlib.Path(folder)
         nbytes = make_model(root / "model")
         for quantiser in ("absmax", "q4_0"):
-            for name in ("store", "model.gguf"):
-                wall, cpu = time.perf_counter(), time.process_time()
-                convert(root / "model", root / f"{quantiser}-{name}", tier="q4", quantiser=quantiser)
-                row = {
-                    "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-                    "commit": commit(),
-                    "quantiser": quantiser,
-                    "format": "gguf" if name.endswith("gguf") else "orbax",
-                    "source_mb": round(nbytes / 1e6),
-                    "mb_per_s": round(nbytes / 1e6 / (time.perf_counter() - wall), 1),
-                    "mb_per_cpu_s": round(nbytes / 1e6 / (time.process_time() - cpu), 1),
-                    "process_peak_mb": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3),
-                }
-                print(row)
-                file.write(json.dumps(row) + "\n")
+            wall, cpu = time.perf_counter(), time.process_time()
+            convert(root / "model", root / quantiser, tier="q4", quantiser=quantiser)
+            row = {
+                "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+                "commit": commit(),
+                "quantiser": quantiser,
+                "format": "orbax",
+                "source_mb": round(nbytes / 1e6),
+                "mb_per_s": round(nbytes / 1e6 / (time.perf_counter() - wall), 1),
+                "mb_per_cpu_s": round(nbytes / 1e6 / (time.process_time() - cpu), 1),
+                "process_peak_mb": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3),
+            }
+            print(row)
+            file.write(json.dumps(row) + "\n")
 
 
 if __name__ == "__main__":
