@@ -28,20 +28,7 @@ def make_model(path: pathlib.Path) -> int:
     """A Hugging Face directory of `LAYERS` GDN layers; returns its bytes."""
     cfg = GEOMETRIES["qwen3.5-27b"].cfg
     path.mkdir()
-    config = {
-        "model_type": "qwen3_5_text",
-        "hidden_size": cfg.hidden,
-        "linear_num_key_heads": cfg.key_heads,
-        "linear_num_value_heads": cfg.value_heads,
-        "linear_key_head_dim": cfg.key_dim,
-        "linear_value_head_dim": cfg.value_dim,
-        "linear_conv_kernel_dim": cfg.conv_width,
-        "rms_norm_eps": cfg.norm_eps,
-        "hidden_act": "silu",
-        "num_hidden_layers": LAYERS,
-        "layer_types": ["linear_attention"] * LAYERS,
-    }
-    (path / "config.json").write_text(json.dumps(config))
+    (path / "config.json").write_text(json.dumps(cfg.to_hf(layers=LAYERS)))
     tensors = {
         f"model.layers.{layer}.linear_attn.{name}": tensor.astype(ml_dtypes.bfloat16)
         for layer in range(LAYERS)

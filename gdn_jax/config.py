@@ -57,6 +57,22 @@ class GdnConfig:
         except ValueError as error:  # sizes are checked already: an epsilon that is no float32
             raise CheckpointError(f"the configuration cannot be used: {error}") from error
 
+    def to_hf(self, *, layers: int) -> dict[str, Any]:
+        """The Hugging Face configuration of `layers` such GDN layers and nothing else; `from_hf` inverts it."""
+        return {
+            "model_type": "qwen3_5_text",
+            "hidden_size": self.hidden,
+            "linear_num_key_heads": self.key_heads,
+            "linear_num_value_heads": self.value_heads,
+            "linear_key_head_dim": self.key_dim,
+            "linear_value_head_dim": self.value_dim,
+            "linear_conv_kernel_dim": self.conv_width,
+            "rms_norm_eps": self.norm_eps,
+            "hidden_act": "silu",
+            "num_hidden_layers": layers,
+            "layer_types": ["linear_attention"] * layers,
+        }
+
     @property
     def ratio(self) -> int:
         """R = H / G, the value heads that share one key head."""

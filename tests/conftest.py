@@ -7,6 +7,9 @@ import jax
 import pytest
 from jaxtyping import install_import_hook
 
+# Scripts that rebuild goldens and checkpoints; they need torch and transformers.
+collect_ignore = ["goldens", "fixtures"]
+
 
 def _modules_to_check():
     """All of the library but `config`, which checks its own fields, and `evidence`, whose annotations are numpy's."""

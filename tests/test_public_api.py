@@ -121,3 +121,9 @@ def test_published_geometries():
     }
     for geometry in gdn.GEOMETRIES.values():
         assert (geometry.cfg.key_dim, geometry.cfg.value_dim, geometry.cfg.conv_width) == (128, 128, 4)
+
+
+@pytest.mark.parametrize("name", gdn.GEOMETRIES)
+def test_a_configuration_survives_the_way_to_hugging_face_and_back(name):
+    geometry = gdn.GEOMETRIES[name]
+    assert gdn.GdnConfig.from_hf(geometry.cfg.to_hf(layers=geometry.layers)) == geometry.cfg
