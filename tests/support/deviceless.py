@@ -23,7 +23,9 @@ def compile_for_h200(jitted, *args, **kwargs):
         return leaf
 
     with jax.set_mesh(mesh):
-        return jitted.lower(*jax.tree.map(place, args), **jax.tree.map(place, kwargs)).compile()
+        lowered = jitted.lower(*jax.tree.map(place, args), **jax.tree.map(place, kwargs))
+        # The flag that the tests set for real cards leaves the compiler without a version of a dot to fall back on.
+        return lowered.compile(compiler_options={"xla_gpu_deterministic_ops": False})
 
 
 def float_sums(compiled):
