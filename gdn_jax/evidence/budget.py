@@ -12,9 +12,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gdn_jax import layer
 from gdn_jax.config import GdnConfig
-from gdn_jax.evidence import recipe, subjects
+from gdn_jax.evidence import programs, recipe, subjects
 from gdn_jax.evidence.checks import run_tapped
 from gdn_jax.evidence.metrics import max_rel, rms_rel
 from gdn_jax.evidence.report import Section
@@ -26,8 +25,6 @@ from gdn_jax.weights import from_canonical
 
 __all__ = ["Options", "operators", "projections", "run", "through_a_stack"]
 
-_STATIC = ("cfg", "precision", "implementation")
-_scan = jax.jit(layer.scan, static_argnames=_STATIC, donate_argnames=("state",))
 _REPORTED = ("XC", "XCV", "Q", "K", "Z", "BETA", "G", "ON", "ONN", "OUT", "S", "HIST", "A", "B")
 _UNQUANTISED = ("A", "B", "BETA", "G")
 
@@ -129,7 +126,7 @@ def through_a_stack(cfg: GdnConfig, layers: int, tokens: int, quantiser: str) ->
         tiers["mixed"] = tiers["q4" if index % 2 else "f32"]
         for name, h in streams.items():
             normed = h * jax.lax.rsqrt(jnp.mean(h * h, axis=-1, keepdims=True) + jnp.float32(cfg.norm_eps))
-            ys, _ = _scan(tiers[name], init_state(cfg, layers=1, batch=1), normed, cfg=cfg)
+            ys, _ = programs.scan(tiers[name], init_state(cfg, layers=1, batch=1), normed, cfg=cfg)
             streams[name] = h + ys
         rows.append((index, *(rms_rel(streams[name], streams["f32"]) for name in ("mixed", "q4"))))
     columns = ("after_layer", "every_second_layer_q4", "every_layer_q4")

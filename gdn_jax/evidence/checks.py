@@ -11,7 +11,7 @@ import numpy as np
 from gdn_jax import layer, state, taps
 from gdn_jax.conv import conv_step
 from gdn_jax.delta import delta_step
-from gdn_jax.evidence import bounds
+from gdn_jax.evidence import bounds, programs
 from gdn_jax.evidence.metrics import differing, max_abs, max_rel, rms_rel
 from gdn_jax.evidence.oracle import LayerRun
 from gdn_jax.evidence.report import Section
@@ -33,11 +33,6 @@ __all__ = [
     "run_tapped",
     "state_sizes",
 ]
-
-_STATIC = ("cfg", "precision", "implementation")
-_step = jax.jit(layer.step, static_argnames=_STATIC, donate_argnames=("state",))
-_scan = jax.jit(layer.scan, static_argnames=_STATIC, donate_argnames=("state",))
-_trace = jax.jit(taps.trace, static_argnames=_STATIC, donate_argnames=("state",))
 
 
 def operators() -> Section:
@@ -72,7 +67,7 @@ def operators() -> Section:
 
 def run_on_device(subject: Subject) -> tuple[np.ndarray, GdnState]:
     """The whole sequence in one device-resident `scan`: ys [T, B, D] and the final one-layer state."""
-    ys, final = _scan(subject.layer, _initial(subject), jnp.asarray(subject.xs), cfg=subject.cfg)
+    ys, final = programs.scan(subject.layer, _initial(subject), jnp.asarray(subject.xs), cfg=subject.cfg)
     return np.asarray(ys), final
 
 
@@ -80,7 +75,7 @@ def run_tapped(subject: Subject, weights: GdnWeights, tokens: Collection[int]) -
     """The taps of `weights` at the chosen tokens, from the subject's initial state over the subject's inputs."""
     current, tapped = _initial(subject), {}
     for token, x in enumerate(subject.xs):
-        _, current, found = _trace(weights, current, jnp.asarray(x), cfg=subject.cfg)
+        _, current, found = programs.trace(weights, current, jnp.asarray(x), cfg=subject.cfg)
         if token in tokens:
             tapped[token] = {name: np.asarray(value) for name, value in found.items()}
     return tapped
@@ -165,10 +160,10 @@ def replay(subject: Subject) -> Section:
     current = state.init_state(subject.cfg, layers=1, batch=subject.xs.shape[1])
     firsts = []
     for _ in range(2):
-        y, current = _step(weights, current, jnp.asarray(subject.xs[0]), cfg=subject.cfg)
+        y, current = programs.step(weights, current, jnp.asarray(subject.xs[0]), cfg=subject.cfg)
         firsts.append((np.asarray(y), np.asarray(current.S), np.asarray(current.conv_hist)))
         for x in subject.xs[1:]:
-            _, current = _step(weights, current, jnp.asarray(x), cfg=subject.cfg)
+            _, current = programs.step(weights, current, jnp.asarray(x), cfg=subject.cfg)
         current = state.reset(current)
     rows = [_bit_row(name, a, b) for name, a, b in zip(("output", "S", "conv_hist"), *firsts, strict=True)]
     title = f"{subject.name}: reset, then replay of the first token, bitwise"
@@ -198,7 +193,7 @@ def addressing(subject: Subject, layers: int = 48) -> Section:
         traces += 1
         return layer.step(*arguments, **options)
 
-    step = jax.jit(counted, static_argnames=_STATIC, donate_argnames=("state",))
+    step = jax.jit(counted, static_argnames=programs.STATIC, donate_argnames=("state",))
     outputs, finals = [], []
     for slot in (0, last):
         current, ys = state.restore(saved), []
@@ -231,12 +226,12 @@ def round_trips(subject: Subject, repeats: int = 5) -> tuple[Section, Section]:
     def host_facing() -> tuple[np.ndarray, GdnState]:
         current, ys = _initial(subject), []
         for x in subject.xs:
-            y, current = _step(weights, current, jnp.asarray(x), cfg=subject.cfg)
+            y, current = programs.step(weights, current, jnp.asarray(x), cfg=subject.cfg)
             ys.append(np.asarray(y))
         return np.stack(ys), current
 
     def device_resident() -> tuple[np.ndarray, GdnState]:
-        ys, final = _scan(weights, _initial(subject), xs, cfg=subject.cfg)
+        ys, final = programs.scan(weights, _initial(subject), xs, cfg=subject.cfg)
         return np.asarray(ys), final
 
     (y_host, s_host), (y_device, s_device) = host_facing(), device_resident()
