@@ -23,9 +23,9 @@ Shapes in docstrings are written with these letters, outermost axis first.
 from typing import TYPE_CHECKING, Any
 
 import jax
-from jaxtyping import Array, Bool, Float32, Int32
+from jaxtyping import Array, BFloat16, Bool, Float32, Int8, Int32
 
-__all__ = ["Active", "Array", "Bool", "Float32", "Int32", "Leaf"]
+__all__ = ["Active", "Array", "BFloat16", "Bool", "Float32", "Int8", "Int32", "Leaf"]
 
 # Transformations rebuild pytrees with tracers, shapes, None or plain objects as leaves, so a run-time check of a
 # pytree field would reject legitimate values. Static checkers still see arrays.

@@ -25,8 +25,7 @@ def check_request(
 ) -> None:
     """Refuse a malformed request before any work; `axes` names the axes of x. Raises as documented in `step`."""
     require_config(cfg)
-    for operation in ops.OPERATIONS:
-        ops.choose(operation, implementation)
+    ops.check_implementation(implementation)
     check_state(state, cfg)
     _check_layer(layer, state.layers)
     _check_weights(w, cfg, state.layers, layer, precision)

@@ -1,4 +1,4 @@
-"""The command line: `gdn check`, `gdn convert`, `gdn info`, `gdn trace`."""
+"""The command line: `gdn check`, `gdn convert`, `gdn generate`, …; `gdn --help` lists the commands."""
 
 import argparse
 import json
@@ -32,12 +32,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
+    from gdn_jax.bench import command as bench
+    from gdn_jax.decoder import command as decoder
+
     parser = argparse.ArgumentParser(prog="gdn", description="Gated DeltaNet in JAX, with evidence for every number.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _add_check(commands)
     _add_convert(commands)
     _add_info(commands)
     _add_trace(commands)
+    bench.add_parser(commands)
+    decoder.add_parser(commands)
     return parser
 
 

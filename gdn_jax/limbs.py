@@ -31,13 +31,12 @@ from gdn_jax.axes import Array
 from gdn_jax.fence import fence
 from gdn_jax.q4 import GROUP, Q4Tensor, unpack_groups
 
-__all__ = ["LIMBS", "q4_matvec", "split_limbs"]
+__all__ = ["LIMBS", "group_digits", "q4_matvec", "split_limbs"]
 
 LIMBS = {"exact": 3, "q8": 1}
 """Precision -> limbs per activation."""
 
 _LEADING = 127
-_SCALE_BITS = 16
 _FAINT = np.float32(2.0**-64)
 _SMALLEST_SCALE = np.finfo(np.float32).tiny
 _LANES = 32
@@ -62,32 +61,56 @@ def split_limbs(x: Float32[Array, "... I"], limbs: int = 3) -> tuple[Array, Arra
 
 
 def _split(x: Float32[Array, "... I"], limbs: int) -> tuple[Int8[Array, "limbs ... I"], Float32[Array, "... groups"]]:
-    groups = x.reshape(*x.shape[:-1], -1, GROUP)
+    digits, scales = group_digits(x.reshape(*x.shape[:-1], -1, GROUP), limbs)
+    return jnp.stack(digits).reshape(limbs, *x.shape), scales
+
+
+def group_digits(
+    groups: Float32[Array, "... groups 32"], limbs: int
+) -> tuple[list[Int8[Array, "... groups 32"]], Float32[Array, "... groups"]]:
+    """`split_limbs` on x in groups: its limbs one by one, and the scales.
+
+    Only operations that the GPU kernels' compiler has, since the producer of an x may split it inside its kernel.
+    """
+    finite = jnp.isfinite(groups)
+    # Not the largest |x| itself: whether a maximum passes on a NaN is the backend's choice.
+    spoilt = jnp.max(jnp.where(finite, jnp.float32(0), jnp.float32(1)), axis=-1) > 0
+    groups = jnp.where(finite & ~spoilt[..., None], groups, jnp.float32(0))
     largest = jnp.max(jnp.abs(groups), axis=-1)
-    finite = jnp.isfinite(largest)
-    scale = lax.reduce_precision(largest * np.float32(1 / _LEADING), exponent_bits=8, mantissa_bits=_SCALE_BITS - 1)
-    scale = jnp.where(finite & (largest > 0), jnp.maximum(scale, _SMALLEST_SCALE), jnp.float32(1))
+    scale = jnp.maximum(_sixteen_bits(largest * jnp.float32(1 / _LEADING)), jnp.float32(_SMALLEST_SCALE))
+    scale = jnp.where(largest > 0, scale, jnp.float32(1))
     # Faint groups are lifted by an exact power of two, so that no remainder is subnormal.
-    lift = jnp.where(largest < _FAINT, 1 / _FAINT, jnp.float32(1))[..., None]
-    groups = jnp.where(finite[..., None], groups, jnp.float32(0))
+    lift = jnp.where(largest < jnp.float32(_FAINT), jnp.float32(1 / _FAINT), jnp.float32(1))[..., None]
     fixed = _fixed_point(groups * lift, scale[..., None] * lift, 256 ** (limbs - 1))
-    digits = jnp.stack(_digits(fixed, limbs)).astype(jnp.int8)
-    return digits.reshape(limbs, *x.shape), jnp.where(finite, scale, jnp.float32(np.nan))
+    return _digits(fixed, limbs), jnp.where(spoilt, jnp.float32(np.nan), scale)
+
+
+def _sixteen_bits(positive: Array) -> Array:
+    """The nearest float32 of 16 significant bits, exact where there are fewer; of two, the larger."""
+    bits = lax.bitcast_convert_type(positive, jnp.int32)
+    return lax.bitcast_convert_type((bits + 0x80) & ~0xFF, jnp.float32)
 
 
 def _fixed_point(x: Array, scale: Array, unit: int) -> Int32[Array, "..."]:
     """x / scale in units of 1 / `unit`; the leading part is taken out first, since what remains of x is exact."""
-    leading = jnp.round(x / scale)
+    leading = _nearest(x / scale)
     rest = (x - leading * scale) / scale
-    return leading.astype(jnp.int32) * unit + jnp.round(rest * np.float32(unit)).astype(jnp.int32)
+    return leading.astype(jnp.int32) * unit + _nearest(rest * jnp.float32(unit)).astype(jnp.int32)
 
 
-def _digits(fixed: Int32[Array, "..."], limbs: int) -> list[Array]:
+def _nearest(x: Array) -> Array:
+    """The nearest integer, of two the even one: `jnp.round` in terms of `jnp.floor`."""
+    above = jnp.floor(x + jnp.float32(0.5))
+    odd = above != 2 * jnp.floor(above * jnp.float32(0.5))
+    return jnp.where(odd & (above - x == jnp.float32(0.5)), above - 1, above)
+
+
+def _digits(fixed: Int32[Array, "..."], limbs: int) -> list[Int8[Array, "..."]]:
     """The digits of `fixed` in base 256, each in -128 … 127, leading one first."""
     digits = []
     for _ in range(limbs):
         digit = ((fixed + 128) & 255) - 128
-        digits.insert(0, digit)
+        digits.insert(0, digit.astype(jnp.int8))
         fixed = (fixed - digit) >> 8
     return digits
 

@@ -5,7 +5,7 @@ import operator
 
 import jax.numpy as jnp
 
-from gdn_jax.axes import Array, Float32
+from gdn_jax.axes import Array, BFloat16, Float32
 from gdn_jax.fence import fence
 
 __all__ = ["GROUP", "project"]
@@ -14,14 +14,15 @@ GROUP = 32
 """Columns per partial sum; also the columns that share one scale in 4-bit weights."""
 
 
-def project(w: Float32[Array, "O I"], x: Float32[Array, "B I"]) -> Float32[Array, "B O"]:
+def project(w: Float32[Array, "O I"] | BFloat16[Array, "O I"], x: Float32[Array, "B I"]) -> Float32[Array, "B O"]:
     """y[b, o] = sum_g (sum_{j < 32} W[o, 32g + j] · x[b, 32g + j]): two levels of sums, both in float32.
 
     Two levels keep the rounding error near that of pairwise summation whatever order the backend gives each of them: at
     I = 5120, 1e-7 relative to the largest output, where a dot of the CPU backend reaches 6e-7. Multiply-and-add, with
     no dot, is true float32 on every backend: no TF32, and no library whose order depends on the batch. Columns beyond
-    the last whole group of 32 form a shorter group of their own.
+    the last whole group of 32 form a shorter group of their own. W may be bfloat16: its values are float32 values.
     """
+    w = w.astype(jnp.float32)  # from bfloat16 on the fly: fused with what follows
     columns = x.shape[-1]
     whole = columns - columns % GROUP
     parts = []

@@ -1,33 +1,63 @@
 """Which implementation carries out an operation here, and why: the only module that may import `pallas_kernels`.
 
-A request without a name gets the best implementation that supports it; a named one is carried out exactly or refused.
+A request without a name gets the kernel wherever the kernel takes it, and plain XLA elsewhere; a named implementation
+is carried out exactly or refused. "interpret" runs the bodies of the kernels as plain XLA on any device: slow, for
+tests and for looking inside.
 """
 
-from typing import NamedTuple
+import functools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
+from jax import lax
 
-from gdn_jax import linear
-from gdn_jax.axes import Array, Float32
+from gdn_jax import delta, linear
+from gdn_jax.axes import Active, Array, Float32, Int8, Int32
 from gdn_jax.errors import UnsupportedError
-from gdn_jax.limbs import q4_matvec
+from gdn_jax.gates import log_decay, write_strength
+from gdn_jax.limbs import LIMBS, group_digits, q4_matvec
+from gdn_jax.norms import QK_EPS
 from gdn_jax.q4 import Q4Tensor
+from pallas_kernels import delta_step as delta_kernels
+from pallas_kernels import limbs as limb_kernels
+from pallas_kernels import project_in, q4_gemv
+from pallas_kernels.bandwidth import copy as bandwidth_copy
+from pallas_kernels.bandwidth import read as bandwidth_read
+from pallas_kernels.delta_step import LayerStep
+from pallas_kernels.project_in import LayerInput
 
 __all__ = [
     "IMPLEMENTATIONS",
     "OPERATIONS",
     "PRECISIONS",
     "Choice",
+    "bandwidth_copy",
+    "bandwidth_read",
+    "check_implementation",
     "check_precision",
+    "check_products",
     "choose",
+    "choose_delta_layer",
+    "choose_layer_input",
+    "choose_product",
+    "delta_layer",
+    "delta_step",
     "implementation_report",
+    "layer_input",
     "project",
+    "project_limbs",
+    "project_many",
 ]
 
-IMPLEMENTATIONS = ("xla", "mosaic", "triton")
+IMPLEMENTATIONS = ("xla", "mosaic", "triton", "interpret")
 PRECISIONS = {"f32": ("exact",), "q4": ("exact", "q8")}
 """Tier of the large projections -> the precisions it has."""
-OPERATIONS = ("project", "conv_step", "delta_step", "gated_rms_norm")
+OPERATIONS = ("project", "layer_input", "delta_layer")
+
+type Matrix = Array | Q4Tensor
 
 
 class Choice(NamedTuple):
@@ -38,25 +68,62 @@ class Choice(NamedTuple):
     reason: str
 
 
-def choose(operation: str, implementation: str | None = None) -> Choice:
-    """The implementation that will carry out `operation` for the default backend.
+def check_implementation(implementation: str | None) -> None:
+    """Refuse a name that no operation knows.
+
+    Raises:
+        ValueError: listing the names.
+    """
+    if implementation is not None and implementation not in IMPLEMENTATIONS:
+        raise ValueError(f"implementation must be None or one of {', '.join(IMPLEMENTATIONS)}, got {implementation!r}")
+
+
+def choose(operation: str, implementation: str | None, objections: Mapping[str, str | None]) -> Choice:
+    """The implementation that carries out a request.
+
+    `objections` names the kernels that there are, the preferred one first, and why each cannot take the request (None:
+    it can).
 
     Raises:
         ValueError: an unknown implementation. UnsupportedError: a named one that cannot do it.
     """
-    if implementation is not None and implementation not in IMPLEMENTATIONS:
-        raise ValueError(f"implementation must be None or one of {', '.join(IMPLEMENTATIONS)}, got {implementation!r}")
-    if implementation in ("mosaic", "triton"):
+    check_implementation(implementation)
+    if implementation == "xla":
+        return Choice(operation, "xla", "asked for by name")
+    if implementation is None:
+        for name, objection in objections.items():
+            if objection is None and name != "interpret":
+                return Choice(operation, name, "the kernel takes this request on this device")
+        return Choice(operation, "xla", next(iter(objections.values())) or "")
+    objection = objections.get(implementation, f"it has no such form, only xla, {', '.join(objections)}")
+    if objection is not None:
         raise UnsupportedError(
-            f"implementation={implementation!r} has no kernel for {operation}; use 'xla', or None to have it chosen"
+            f"implementation={implementation!r} cannot carry out {operation}: {objection}; "
+            "use 'xla', or None to have it chosen"
         )
-    reason = "asked for by name" if implementation else f"the only implementation on {jax.default_backend()}"
-    return Choice(operation, "xla", reason)
+    return Choice(operation, implementation, "asked for by name")
 
 
 def implementation_report() -> tuple[Choice, ...]:
-    """What each operation will run on here, and why."""
-    return tuple(choose(operation) for operation in OPERATIONS)
+    """What each operation will run on here, and why, for one sequence in the 27B geometry."""
+    state = jax.ShapeDtypeStruct((48, 1, 48, 128, 128), jnp.float32)
+    return (
+        choose("project", None, _product_objections([(48, 16384, 5120)], 1, 3)),
+        choose("layer_input", None, _objections(project_in.supported, 48, 10240, 6144, 5120, 1, 3)),
+        choose("delta_layer", None, _objections(delta_kernels.supported, state)),
+    )
+
+
+def _objections(supported: Callable[..., str | None], *request: Any) -> dict[str, str | None]:
+    """Why a kernel of one form cannot take a request: compiled, and interpreted."""
+    return {"triton": supported(*request), "interpret": supported(*request, interpret=True)}
+
+
+def _product_objections(shapes: list[tuple[int, int, int]], batch: int, limbs: int) -> dict[str, str | None]:
+    forms = {name: q4_gemv.supported(shapes, batch, limbs, backend=name) for name in ("triton", "mosaic")}
+    preferred = q4_gemv.choose_backend(shapes, batch)
+    interpreted = q4_gemv.supported(shapes, batch, limbs, interpret=True)
+    return {preferred: forms.pop(preferred), **forms, "interpret": interpreted}
 
 
 def check_precision(precision: str, tier: str) -> None:
@@ -71,6 +138,238 @@ def check_precision(precision: str, tier: str) -> None:
         )
 
 
-def project(w: Array | Q4Tensor, x: Float32[Array, "B I"], precision: str) -> Float32[Array, "B O"]:
-    """y = W x for a matrix of either tier: `linear.project` in float32, `limbs.q4_matvec` in 4 bits."""
+def project(
+    w: Matrix,
+    x: Float32[Array, "B I"],
+    *,
+    precision: str = "exact",
+    implementation: str | None = None,
+    layer: Int32[Array, ""] | None = None,
+) -> Float32[Array, "B O"]:
+    """y = W x for one matrix: `project_many`."""
+    [y] = project_many((w,), x, precision=precision, implementation=implementation, layer=layer)
+    return y
+
+
+def project_many(
+    matrices: Sequence[Matrix],
+    x: Float32[Array, "B I"],
+    *,
+    precision: str = "exact",
+    implementation: str | None = None,
+    layer: Int32[Array, ""] | None = None,
+) -> tuple[Float32[Array, "B O"], ...]:
+    """y_m = W_m x for matrices of one input, all [O_m, I], or all stacked [L, O_m, I] with `layer` naming which.
+
+    Matrices in float32 or bfloat16 are multiplied in float32 by `linear.project`, whatever the implementation. 4-bit
+    matrices go to the kernel in one launch, which reads their layer in place, or to `limbs.q4_matvec`.
+
+    Raises:
+        UnsupportedError: a named implementation that cannot do it.
+    """
+    packed = [w for w in matrices if isinstance(w, Q4Tensor)]
+    choice = choose_product(packed, x.shape, precision, implementation) if packed else None
+    if choice is None or choice.implementation == "xla":
+        return tuple(_project_by_xla(_taken(w, layer), x, precision) for w in matrices)
+    products = iter(_project_by_kernel(packed, x, precision, layer, choice.implementation))
+    return tuple(
+        next(products) if isinstance(w, Q4Tensor) else _project_by_xla(_taken(w, layer), x, precision) for w in matrices
+    )
+
+
+def choose_product(
+    matrices: Sequence[Q4Tensor], x_shape: tuple[int, ...], precision: str, implementation: str | None
+) -> Choice:
+    """The implementation of the products of 4-bit matrices with x [B, I]."""
+    shapes = [(math.prod(w.shape[:-2]), w.shape[-2], w.shape[-1]) for w in matrices]
+    batch = min(x_shape[0], q4_gemv.MAX_BATCH)
+    return choose("project", implementation, _product_objections(shapes, batch, LIMBS[precision]))
+
+
+def check_products(large: Any, precision: str, implementation: str | None) -> None:
+    """Refuse a named implementation that cannot carry out the products of a layer's large projections.
+
+    Raises:
+        UnsupportedError: saying why.
+    """
+    for w in jax.tree.leaves(large, is_leaf=lambda node: isinstance(node, Q4Tensor)):
+        if isinstance(w, Q4Tensor):
+            choose_product([w], (1, w.shape[-1]), precision, implementation)
+
+
+def _project_by_xla(w: Matrix, x: Array, precision: str) -> Array:
     return q4_matvec(w, x, precision=precision) if isinstance(w, Q4Tensor) else linear.project(w, x)
+
+
+def _taken(w: Matrix, layer: Array | None) -> Matrix:
+    """One layer of a stack."""
+    if layer is None:
+        return w
+    return jax.tree.map(lambda leaf: lax.dynamic_index_in_dim(leaf, layer, 0, keepdims=False), w)
+
+
+def _project_by_kernel(matrices, x, precision, layer, implementation) -> tuple[Array, ...]:
+    """4-bit products; the limbs of x are made once for all matrices."""
+    digits, scales = split_activations(x, LIMBS[precision], interpret=implementation == "interpret")
+    return _products(matrices, digits, scales, layer, implementation)
+
+
+def _products(matrices, digits, scales, layer, implementation) -> tuple[Array, ...]:
+    """4-bit products with limbs, rows in batches that the kernel takes."""
+    operands = [(w.codes, w.scales) if layer is not None else (w.codes[None], w.scales[None]) for w in matrices]
+    launch = functools.partial(
+        q4_gemv.q4_gemv,
+        operands,
+        layer=_index(0 if layer is None else layer),
+        backend="mosaic" if implementation == "mosaic" else "triton",
+        interpret=implementation == "interpret",
+    )
+    most = q4_gemv.MAX_BATCH
+    starts = range(0, digits.shape[1], most)
+    parts = [launch(digits[:, start : start + most], scales[start : start + most]) for start in starts]
+    if len(parts) == 1:
+        return parts[0]
+    return tuple(jnp.concatenate(rows) for rows in zip(*parts, strict=True))
+
+
+def _index(layer: int | Array) -> Int32[Array, "1"]:
+    return jnp.asarray(layer, jnp.int32).reshape(1)
+
+
+def choose_layer_input(qkv: Matrix, z: Matrix, batch: int, precision: str, implementation: str | None) -> Choice:
+    """The implementation of a layer's input half with stacked projections qkv [L, C, D] and z [L, H·V, D]."""
+    if not isinstance(qkv, Q4Tensor):
+        return Choice("layer_input", "xla", "the kernel takes 4-bit projections")
+    layers, channels, columns = qkv.shape
+    values = list(z.shape)[-2]
+    objections = _objections(project_in.supported, layers, channels, values, columns, batch, LIMBS[precision])
+    if objections.get(implementation or "triton"):
+        # Its products still go to the kernel that was asked for.
+        return Choice("layer_input", "xla", objections["triton"] or "")
+    shapes = [(layers, channels, columns), (layers, values, columns)]
+    if implementation is None and q4_gemv.choose_backend(shapes, batch) == "mosaic":
+        return Choice("layer_input", "xla", "the products are faster apart, on tensor cores")
+    return choose("layer_input", implementation, objections)
+
+
+def layer_input(
+    w: Any,
+    weight_layer: Int32[Array, ""],
+    history: Float32[Array, "L B P C"],
+    layer: Int32[Array, ""],
+    x: Float32[Array, "B D"],
+    *,
+    active: Active | None,
+    precision: str,
+    keep: bool,
+    interpret: bool,
+) -> LayerInput:
+    """Gates, projections and convolution of one layer of w (stacked `GdnWeights`), the history in place."""
+    digits, scales = split_activations(x, LIMBS[precision], interpret=interpret)
+    qkv, z = ((matrix.codes, matrix.scales) for matrix in (w.large.qkv, w.large.z))
+    return project_in.project_in(
+        project_in.InputWeights(qkv, z, b=w.b, a=w.a, conv=w.conv, dt_bias=w.dt_bias, A_log=w.A_log),
+        history,
+        x,
+        digits,
+        scales,
+        layer=_index(layer),
+        weight_layer=_index(weight_layer),
+        gates=project_in.Gates(beta=write_strength, g=log_decay),
+        active=active,
+        keep=keep,
+        interpret=interpret,
+    )
+
+
+def choose_delta_layer(state: Any, implementation: str | None) -> Choice:
+    """The implementation of the delta rule with both norms, for S [L, B, H, K, V] (anything with a shape)."""
+    return choose("delta_layer", implementation, _objections(delta_kernels.supported, state))
+
+
+def delta_layer(
+    state: Float32[Array, "L B H K V"],
+    layer: Int32[Array, ""],
+    xcv: Float32[Array, "B C"],
+    z: Float32[Array, "B H V"],
+    beta: Float32[Array, "B H"],
+    g: Float32[Array, "B H"],
+    norm: Float32[Array, "Lw V"],
+    weight_layer: Int32[Array, ""],
+    *,
+    key_heads: int,
+    norm_eps: float,
+    limbs: int,
+    active: Active | None,
+    keep: bool,
+    interpret: bool,
+) -> LayerStep:
+    """The delta rule of one layer with both norms, in place; the output as limbs (0: in float32)."""
+    return delta_kernels.delta_layer_step(
+        state,
+        _index(layer),
+        xcv,
+        z,
+        beta,
+        g,
+        norm,
+        key_heads=key_heads,
+        qk_eps=QK_EPS,
+        eps=norm_eps,
+        active=active,
+        weight_layer=_index(weight_layer),
+        split=_splitter(limbs) if limbs else None,
+        limbs=limbs,
+        keep=keep,
+        interpret=interpret,
+    )
+
+
+def split_activations(x: Float32[Array, "B I"], limbs: int, *, interpret: bool) -> tuple[Array, Array]:
+    """`split_limbs` in one launch of a kernel."""
+    return limb_kernels.split_rows((x,), lambda x: x, _splitter(limbs), limbs=limbs, interpret=interpret)
+
+
+def _splitter(limbs: int):
+    return functools.partial(group_digits, limbs=limbs)
+
+
+def project_limbs(
+    w: Any,
+    digits: Int8[Array, "limbs B I"],
+    scales: Float32[Array, "B groups"],
+    layer: Int32[Array, ""],
+    *,
+    precision: str,
+    implementation: str | None,
+) -> Float32[Array, "B O"]:
+    """y = W x for one layer of a stack w (a `Q4Tensor`), x as limbs that its producer made; by a kernel."""
+    batch, columns = digits.shape[1:]
+    choice = choose_product([w], (batch, columns), precision, implementation)
+    [y] = _products((w,), digits, scales, layer, choice.implementation)
+    return y
+
+
+def delta_step(
+    state: Float32[Array, "L B H K V"],
+    layer: Int32[Array, ""],
+    q: Float32[Array, "B G K"],
+    k: Float32[Array, "B G K"],
+    v: Float32[Array, "B H V"],
+    beta: Float32[Array, "B H"],
+    g: Float32[Array, "B H"],
+    *,
+    implementation: str | None = None,
+) -> tuple[Float32[Array, "B H V"], Float32[Array, "L B H K V"]]:
+    """The delta rule alone on one layer of a stacked state: o and the next state, in place where it is donated.
+
+    Raises:
+        UnsupportedError: a named implementation that cannot do it.
+    """
+    choice = choose_delta_layer(state, implementation)
+    if choice.implementation == "xla":
+        o, s = delta.delta_step(lax.dynamic_index_in_dim(state, layer, 0, keepdims=False), q, k, v, beta, g)
+        return o, lax.dynamic_update_index_in_dim(state, s, layer, 0)
+    return delta_kernels.delta_step(
+        state, _index(layer), q, k, v, beta, g, interpret=choice.implementation == "interpret"
+    )

@@ -5,8 +5,8 @@ import typing
 from gdn_jax.axes import Array
 from gdn_jax.border import Weights, check_active, check_request
 from gdn_jax.config import GdnConfig
-from gdn_jax.layer import Slot, advance_active
 from gdn_jax.require import require_config
+from gdn_jax.slot import run_on_slot
 from gdn_jax.state import GdnState
 
 __all__ = ["TAPS", "tap_shapes", "trace"]
@@ -74,7 +74,10 @@ def trace(
     """
     check_request(w, state, x, "B D", cfg, layer, precision, implementation)
     active = check_active(active, (state.batch,))
-    slot = Slot.read(w, state, layer)
-    stages = advance_active(slot.weights, slot.s, slot.history, x, active, cfg, precision)
-    taps = {tap: slot.poison(getattr(stages, field)) for tap, field in TAPS.items()}
-    return taps["OUT"], slot.write(state, stages.s, stages.history), taps
+
+    def one(slot, x, active):
+        carry, stages = slot.advance(slot.carry, x, active)
+        return slot.finish(carry, {tap: getattr(stages, field) for tap, field in TAPS.items()})
+
+    taps, state = run_on_slot(one, w, state, (x, active), cfg, layer, precision, implementation, keep=True)
+    return taps["OUT"], state, taps

@@ -6,13 +6,35 @@ nothing to cut.
 """
 
 import functools
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
-__all__ = ["delta_layer_step_kernel", "delta_step_kernel"]
+from pallas_kernels.limbs.host import GROUP, Split
+
+__all__ = ["LayerStep", "delta_layer_step_kernel", "delta_step_kernel"]
+
+
+class LayerStep(NamedTuple):
+    """What `delta_layer_step` leaves: the next state, its output in the form asked for, and what was kept beside it."""
+
+    state: Any
+    """float32 [L, B, H, K, V], in place."""
+    onn: Any = None
+    """float32 [B, H, V], after the gated norm."""
+    digits: Any = None
+    """The same as limbs: int8 [limbs, B, H·V] …"""
+    x_scales: Any = None
+    """… and their scales, float32 [B, H·V/32]."""
+    on: Any = None
+    """float32 [B, H, V], the delta rule's output."""
+    q: Any = None
+    """float32 [B, G, K], normalised and scaled."""
+    k: Any = None
+    """float32 [B, G, K], normalised."""
 
 
 def delta_step_kernel(
@@ -57,10 +79,12 @@ def delta_layer_step_kernel(
     z_ref,  # [V]
     beta_ref,  # []
     g_ref,  # []
-    weight_ref,  # [V]
+    weight_ref,  # [Lw, V]
+    weight_layer_ref,  # [1]
     active_ref,  # [] or None
-    onn_ref,  # [V]
-    new_s_ref,  # [L, K, V], the same memory as s_ref
+    # LayerStep of refs: state [L, K, V], the same memory as s_ref; onn, on [V]; digits [limbs, V]; x_scales [V/32];
+    # q, k [K] of the key head. Each but the state may be None.
+    out,
     *,
     key_heads: int,
     key_dim: int,
@@ -68,46 +92,76 @@ def delta_layer_step_kernel(
     block_v: int,
     qk_eps: float,
     eps: float,
+    split: Split | None,
 ):
     """One value head from raw q and k to the gated norm, block_v columns after another; grid (H, B)."""
     layers, keys, _ = s_ref.shape
     head, value_heads = pl.program_id(0), pl.num_programs(0)
+    ratio = value_heads // key_heads
     key_mask = _mask(0, keys, key_dim)
     blocks = [pl.ds(start, block_v) for start in range(0, value_dim, block_v)]
     masks = [_mask(block.start, block_v, value_dim) for block in blocks]
-    first_key = head // (value_heads // key_heads) * key_dim
+    first_key = head // ratio * key_dim
     first_value = 2 * key_heads * key_dim + head * value_dim
 
     # As above, and in time for the norm: loads are not moved up past the stores of S.
     beta, decay = beta_ref[...], jnp.exp(g_ref[...])
     vs = [_load(xcv_ref.at[pl.ds(first_value + b.start, block_v)], m) for b, m in zip(blocks, masks, strict=True)]
+    weight_layer = jnp.clip(weight_layer_ref[0], 0, weight_ref.shape[0] - 1)
     gates = [
-        _load(weight_ref.at[b], m) * jax.nn.silu(_load(z_ref.at[b], m)) for b, m in zip(blocks, masks, strict=True)
+        _load(weight_ref.at[weight_layer, b], m) * jax.nn.silu(_load(z_ref.at[b], m))
+        for b, m in zip(blocks, masks, strict=True)
     ]
     q, k = (
         _l2_normalise(_load(xcv_ref.at[pl.ds(part * key_heads * key_dim + first_key, keys)], key_mask), qk_eps)
         for part in (0, 1)
     )
     q = q * jnp.float32(key_dim**-0.5)
+    if out.q is not None:
+        # The heads that share q and k would all write the same bits.
+        @pl.when(head % ratio == 0)
+        def _keep_q_and_k():
+            plt.store(out.q, q, mask=key_mask)
+            plt.store(out.k, k, mask=key_mask)
 
     def advance(layer):
         outputs = []
         for block, mask, v in zip(blocks, masks, vs, strict=True):
             s_mask = _tile_mask(key_mask, mask)
             o, new_s = _advance(_load(s_ref.at[layer, :, block], s_mask), q, k, v, beta, decay)
-            plt.store(new_s_ref.at[layer, :, block], new_s, mask=s_mask)
+            plt.store(out.state.at[layer, :, block], new_s, mask=s_mask)
+            if out.on is not None:
+                plt.store(out.on.at[block], o, mask=mask)
             outputs.append(o)
         # Columns past the end hold 0.
         mean_square = sum(jnp.sum(o * o) for o in outputs) / value_dim
         scale = jax.lax.rsqrt(mean_square + jnp.float32(eps))
         for block, mask, o, gate in zip(blocks, masks, outputs, gates, strict=True):
-            plt.store(onn_ref.at[block], o * scale * gate, mask=mask)
+            _store_output(out, block, mask, o * scale * gate, value_dim, split)
 
     def rest(value):
         for block, mask in zip(blocks, masks, strict=True):
-            plt.store(onn_ref.at[block], jnp.full((block_v,), value), mask=mask)
+            values = jnp.full((block_v,), value)
+            if out.on is not None:
+                plt.store(out.on.at[block], values, mask=mask)
+            _store_output(out, block, mask, values, value_dim, split)
 
     _if_live(layer_ref, layers, active_ref, advance, rest)
+
+
+def _store_output(out, block, mask, values, value_dim, split):
+    """The normalised and gated values of some columns, as float32, as limbs, or both."""
+    if out.onn is not None:
+        plt.store(out.onn.at[block], values, mask=mask)
+    if split is None:
+        return
+    count = values.shape[0] // GROUP
+    digits, scales = split(values.reshape(count, GROUP))
+    for limb, part in enumerate(digits):
+        plt.store(out.digits.at[jnp.int32(limb), block], part.reshape(values.shape), mask=mask)
+    first = block.start // GROUP
+    groups_mask = _mask(first, count, value_dim // GROUP)
+    plt.store(out.x_scales.at[pl.ds(first, count)], scales, mask=groups_mask)
 
 
 def _advance(s, q, k, v, beta, decay):

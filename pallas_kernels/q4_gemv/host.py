@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -9,10 +10,21 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
+from pallas_kernels.device import device_kind, gpu_objection, tensor_core_objection
 from pallas_kernels.q4_gemv.kernel import gemv_body
-from pallas_kernels.q4_gemv.tuning import Tile, choose_tile
+from pallas_kernels.q4_gemv.mosaic import launch_mosaic, mosaic_unsupported
+from pallas_kernels.q4_gemv.tuning import MosaicTile, Tile, choose_mosaic_tile, choose_tile
 
-__all__ = ["MAX_BATCH", "MAX_MATRICES", "q4_gemv", "supported"]
+__all__ = [
+    "GROUP",
+    "MAX_BATCH",
+    "MAX_MATRICES",
+    "choose_backend",
+    "digit_words",
+    "grouped_codes",
+    "q4_gemv",
+    "supported",
+]
 
 GROUP = 32
 MAX_BATCH = 8
@@ -32,14 +44,16 @@ def q4_gemv(
     x_scales: jax.Array,
     layer: jax.Array,
     *,
-    tile: Tile | None = None,
+    backend: str | None = None,
+    tile: Tile | MosaicTile | None = None,
     interpret: bool = False,
 ) -> tuple[jax.Array, ...]:
     """y_m[b, n] = sum_g (D[b, n, g] · x_scales[b, g]) · scales_m[layer, n, g], D = d_1 + d_2 / 256 + d_3 / 65536.
 
     d_l[b, n, g] = sum_{j < 32} code_m[layer, n, 32g + j] · digits[l, b, 32g + j] is exact in int32, and D is rounded
-    once. Terms are added in float32 in an order that depends on `tile` and I alone: the same bits at every call, and
-    a row of the batch does not depend on the others. One launch serves all the matrices.
+    once ("mosaic" at batch 1 and 2 sums the limbs apart instead). Terms are added in float32 in an order that depends
+    on backend, `tile`, I and whether the batch exceeds 2: the same bits at every call, and a row of the batch does not
+    depend on what the others hold. One launch serves all the matrices.
 
     Args:
         matrices: one to four pairs. codes uint32 [L, N_m, I/8]: bits 4(2b + h) … 4(2b + h) + 3 of word 4g + a are the
@@ -49,6 +63,7 @@ def q4_gemv(
             its row of every y NaN.
         layer: int32 [1], read by the kernel: the stacks are neither sliced nor copied. One below 0 or beyond L - 1
             is taken as 0 or L - 1.
+        backend: "triton" (dot products on integer units) or "mosaic" (tensor cores of sm_90); chosen unless given.
         tile: how to cut the work; chosen by device and shape unless given.
         interpret: run the same body as plain XLA on any backend. Slow, for tests.
 
@@ -63,17 +78,39 @@ def q4_gemv(
     shapes = _check_shapes(matrices, digits, x_scales, layer)
     _check_dtypes(matrices, digits, x_scales, layer)
     limbs, batch, columns = digits.shape
-    if reason := supported(shapes, batch, limbs, interpret=interpret):
+    if backend is None:
+        backend = choose_backend(shapes, batch, interpret=interpret)
+    if reason := supported(shapes, batch, limbs, backend=backend, interpret=interpret):
         raise NotImplementedError(f"q4_gemv: {reason}")
-    if tile is None:
-        rows = sum(shape[1] for shape in shapes)
-        tile = choose_tile(_device()[1], rows, columns, batch, limbs).tile
-    _check_tile(tile)
+    rows = sum(shape[1] for shape in shapes)
+    if backend == "mosaic":
+        tile = choose_mosaic_tile(device_kind(), rows, columns, batch, limbs).tile if tile is None else tile
+        _check_kind(tile, MosaicTile, backend)
+        return launch_mosaic(matrices, digits, x_scales, layer, tile=tile)
+    tile = choose_tile(device_kind(), rows, columns, batch, limbs).tile if tile is None else tile
+    _check_kind(tile, Tile, backend)
+    _check_powers(tile)
     return _launch(matrices, digits, x_scales, layer, tile=tile, interpret=interpret)
 
 
-def supported(shapes: Sequence[tuple[int, int, int]], batch: int, limbs: int, *, interpret: bool = False) -> str | None:
+def choose_backend(shapes: Sequence[tuple[int, int, int]], batch: int, *, interpret: bool = False) -> str:
+    """The faster form where both can: tensor cores from two rows on, since their products cost the same for eight."""
+    if batch > 1 and not interpret and not (mosaic_unsupported(shapes) or tensor_core_objection()):
+        return "mosaic"
+    return "triton"
+
+
+def supported(
+    shapes: Sequence[tuple[int, int, int]],
+    batch: int,
+    limbs: int,
+    *,
+    backend: str | None = None,
+    interpret: bool = False,
+) -> str | None:
     """None where `q4_gemv` takes matrices of these shapes [L, N, I], this batch and these limbs; else why not."""
+    if backend not in (None, "triton", "mosaic"):
+        return f"the backend must be triton or mosaic, got {backend!r}"
     if not 1 <= len(shapes) <= MAX_MATRICES:
         return f"one launch takes 1 to {MAX_MATRICES} matrices, got {len(shapes)}; launch the others separately"
     if not 1 <= batch <= MAX_BATCH:
@@ -87,27 +124,11 @@ def supported(shapes: Sequence[tuple[int, int, int]], batch: int, limbs: int, *,
             return f"I must be a multiple of {GROUP}, got a matrix of shape {(layers, rows, columns)}"
     if max(shapes[0][2], sum(rows for _, rows, _ in shapes)) > _MAX_SIZE:
         return f"I and the rows of one launch must not exceed {_MAX_SIZE}, got matrices of shapes {list(shapes)}"
-    return None if interpret else _unsupported_device()
-
-
-def _unsupported_device() -> str | None:
-    platform, kind, capability = _device()
-    if platform not in ("gpu", "cuda") or not kind.startswith(("NVIDIA", "Tesla")):
-        return f"the kernel needs an NVIDIA GPU, and the device here is {kind!r} ({platform}); or pass interpret=True"
-    if capability is not None and float(capability) < 8:
-        return f"the kernel needs compute capability 8.0 or newer, and {kind!r} has {capability}"
-    return None
-
-
-def _device() -> tuple[str, str, str | None]:
-    """Platform, kind and compute capability (None if unknown) of the device that is compiled for."""
-    # A mesh of described devices stands for a GPU that need not be here.
-    if described := jax.sharding.get_abstract_mesh().abstract_device:
-        return described.platform, described.device_kind, None
-    device = jax.config.jax_default_device or jax.devices()[0]
-    if isinstance(device, str):
-        device = jax.devices(device)[0]
-    return device.platform, device.device_kind, getattr(device, "compute_capability", None)
+    if backend == "mosaic":
+        if interpret:
+            return "the tensor core form cannot be interpreted; use backend='triton'"
+        return tensor_core_objection() or mosaic_unsupported(shapes)
+    return None if interpret else gpu_objection()
 
 
 def _pairs(matrices) -> tuple[Matrix, ...]:
@@ -152,7 +173,12 @@ def _check_dtypes(matrices, digits, x_scales, layer):
             raise NotImplementedError(f"q4_gemv: {name} must be {jnp.dtype(dtype).name}, got {array.dtype}")
 
 
-def _check_tile(tile: Tile):
+def _check_kind(tile: Any, kind: type, backend: str):
+    if not isinstance(tile, kind):
+        raise ValueError(f"backend {backend!r} takes a {kind.__name__}, got {tile!r}")
+
+
+def _check_powers(tile: Any):
     for name, size in zip(Tile._fields[:3], tile[:3], strict=True):
         if size < 1 or size & (size - 1):
             raise ValueError(f"{name} of a tile must be a power of two, got {size} in {tile}")
@@ -161,13 +187,8 @@ def _check_tile(tile: Tile):
 # Compiled here, since outside of a jit the body would be traced and compiled again at every call.
 @functools.partial(jax.jit, static_argnames=("tile", "interpret"))
 def _launch(matrices, digits, x_scales, layer, *, tile: Tile, interpret: bool):
-    limbs, batch, columns = digits.shape
-    groups = columns // GROUP
-    # The same bytes, in words and with the groups on an axis of their own; XLA makes nothing of either.
-    words = lax.bitcast_convert_type(digits.reshape(limbs, batch, groups, 8, 4), jnp.int32)
-    operands = []
-    for codes, scales in matrices:
-        operands += [codes.reshape(*codes.shape[:2], groups, 4), scales]
+    batch = digits.shape[1]
+    operands = [array for matrix in matrices for array in grouped_codes(matrix)]
     rows = [codes.shape[1] for codes, _ in matrices]
     anywhere = pl.BlockSpec(memory_space=pl.ANY)
     return pl.pallas_call(
@@ -179,4 +200,16 @@ def _launch(matrices, digits, x_scales, layer, *, tile: Tile, interpret: bool):
         compiler_params=plt.CompilerParams(num_warps=tile.warps, num_stages=1),
         interpret=interpret,
         name="q4_gemv",
-    )(layer, words, x_scales, *operands)
+    )(layer, digit_words(digits), x_scales, *operands)
+
+
+def digit_words(digits: jax.Array) -> jax.Array:
+    """Limbs int8 [limbs, B, I] as the body reads them: int32 [limbs, B, I/32, 8], the same bytes."""
+    limbs, batch, columns = digits.shape
+    return lax.bitcast_convert_type(digits.reshape(limbs, batch, columns // GROUP, 8, 4), jnp.int32)
+
+
+def grouped_codes(matrix: Matrix) -> Matrix:
+    """Codes uint32 [L, N, I/8] with an axis for the groups, [L, N, I/32, 4], and the scales: the same bytes."""
+    codes, scales = matrix
+    return codes.reshape(*codes.shape[:2], -1, 4), scales

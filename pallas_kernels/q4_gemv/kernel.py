@@ -10,7 +10,7 @@ from jax.experimental.pallas import triton as plt
 
 from pallas_kernels.q4_gemv.tuning import Tile
 
-__all__ = ["gemv_body"]
+__all__ = ["gemv_body", "row_products"]
 
 
 def gemv_body(layer_ref, digits_ref, x_scales_ref, *matrix_refs, tile: Tile, interpret: bool):
@@ -26,28 +26,35 @@ def gemv_body(layer_ref, digits_ref, x_scales_ref, *matrix_refs, tile: Tile, int
     first = 0
     for codes_ref, scales_ref, y_ref in zip(codes_refs, scales_refs, y_refs, strict=True):
         blocks = pl.cdiv(y_ref.shape[1], tile.rows)
-        block = functools.partial(
-            _row_block,
-            (program - first) * tile.rows,
-            layer_ref,
-            digits_ref,
-            x_scales_ref,
-            codes_ref,
-            scales_ref,
-            y_ref,
-            tile=tile,
-            interpret=interpret,
+        pl.when((program >= first) & (program < first + blocks))(
+            functools.partial(
+                _row_block,
+                (program - first) * tile.rows,
+                (layer_ref, digits_ref, x_scales_ref, codes_ref, scales_ref),
+                y_ref,
+                tile=tile,
+                interpret=interpret,
+            )
         )
-        pl.when((program >= first) & (program < first + blocks))(block)
         first += blocks
 
 
-def _row_block(first_row, layer_ref, digits_ref, x_scales_ref, codes_ref, scales_ref, y_ref, *, tile, interpret):
+def _row_block(first_row, operands, y_ref, *, tile, interpret):
     """Rows first_row … first_row + tile.rows - 1, as far as there are any."""
+    row, products = row_products(first_row, *operands, tile=tile, interpret=interpret)
+    for b, y in enumerate(products):
+        plt.store(y_ref.at[b, row], y, mask=row < y_ref.shape[1])
+
+
+def row_products(first_row, layer_ref, digits_ref, x_scales_ref, codes_ref, scales_ref, *, tile, interpret):
+    """Row numbers int32 [rows] from first_row on, and y[b, row] for each row b of the batch; refs as in `gemv_body`.
+
+    A row beyond the last one comes with the product of the last.
+    """
     layers, rows, groups, _ = codes_ref.shape
-    batch = y_ref.shape[0]
+    batch = digits_ref.shape[1]
     # No index leaves its array: a layer, row or group beyond the last one is read as the last one, since the backend
-    # masks no partial blocks. What was read twice adds zero (groups) or is masked out of the store (rows).
+    # masks no partial blocks. A group read twice adds zero.
     layer = jnp.clip(layer_ref[0], 0, layers - 1)
     y_row = first_row + jnp.arange(tile.rows, dtype=jnp.int32)
     row = jnp.minimum(y_row, rows - 1)
@@ -94,8 +101,7 @@ def _row_block(first_row, layer_ref, digits_ref, x_scales_ref, codes_ref, scales
         sums, _ = lax.fori_loop(0, steps, step_prefetching, (sums, load(0)))
     else:
         sums = lax.fori_loop(0, steps, step_loading, sums)
-    for b in range(batch):
-        plt.store(y_ref.at[b, y_row], jnp.sum(sums[b], axis=1), mask=y_row < rows)
+    return y_row, [jnp.sum(partial, axis=1) for partial in sums]
 
 
 def _nibbles(codes):

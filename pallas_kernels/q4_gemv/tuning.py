@@ -1,8 +1,8 @@
 """How a product is cut into programs: measured choices by device and shape, and the rule for everything else."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-__all__ = ["TABLE", "Tile", "TileChoice", "TileKey", "choose_tile"]
+__all__ = ["MOSAIC_TABLE", "TABLE", "MosaicTile", "Tile", "TileChoice", "TileKey", "choose_mosaic_tile", "choose_tile"]
 
 LANES = 32
 """Threads of a warp. A program is fastest with one group (16 bytes of codes, one scale) per lane and step."""
@@ -24,6 +24,15 @@ class Tile(NamedTuple):
     """Whether the weights of the next step are requested before those of this one are used."""
 
 
+class MosaicTile(NamedTuple):
+    """The work of one block of 128 threads of the tensor core form."""
+
+    rows: int
+    """Rows of W per block, 16, 32 or 64: digits, once loaded, serve all of them. With 128, registers spill."""
+    stages: int
+    """Steps of 1024 columns that are in shared memory or on their way there."""
+
+
 class TileKey(NamedTuple):
     """What a measurement holds for: rows (of all matrices of a launch) and columns up to a power of two."""
 
@@ -37,7 +46,8 @@ class TileKey(NamedTuple):
 class TileChoice(NamedTuple):
     """A tile, and the measurement or the rule that it comes from."""
 
-    tile: Tile
+    tile: Any
+    """A `Tile` or a `MosaicTile`."""
     source: str
 
 
@@ -62,11 +72,21 @@ TABLE: dict[TileKey, TileChoice] = {
 }
 """Measured choices; `source` of each names the record, file and line, that holds the measurement."""
 
+MOSAIC_TABLE: dict[TileKey, TileChoice] = {}
+"""The same for the tensor core form."""
+
 
 def choose_tile(device_kind: str, rows: int, columns: int, batch: int, limbs: int) -> TileChoice:
     """The tile for [rows, columns] matrices: the measured one of the same device and buckets, or the default."""
     key = TileKey(device_kind, _bucket(rows), _bucket(columns), batch, limbs)
     return TABLE.get(key) or TileChoice(_default_tile(rows, columns, batch), "default rule, not measured")
+
+
+def choose_mosaic_tile(device_kind: str, rows: int, columns: int, batch: int, limbs: int) -> TileChoice:
+    """As `choose_tile`, for the tensor core form."""
+    key = TileKey(device_kind, _bucket(rows), _bucket(columns), batch, limbs)
+    default = MosaicTile(rows=32, stages=4 if batch <= 2 else 2)
+    return MOSAIC_TABLE.get(key) or TileChoice(default, "default rule, not measured")
 
 
 def _default_tile(rows: int, columns: int, batch: int) -> Tile:

@@ -1,0 +1,114 @@
+"""`gdn bench` as a command: its options. What they mean is carried out by `session`, which loads JAX."""
+
+import argparse
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+__all__ = ["add_parser", "run"]
+
+_SUBJECTS = {"ceiling": (), "gemv": ("batch", "shapes", "precision", "implementation")}
+_SUBJECTS |= {"delta": ("batch", "geometry", "implementation")}
+_SUBJECTS |= {"layer": ("batch", "geometry", "layers", "precision", "implementation")}
+"""Subject -> the options that choose its cases."""
+_PRECISIONS = ("exact", "q8")
+_PLOTS = (".png", ".svg")
+
+
+def add_parser(commands: Any) -> None:
+    """Add `bench` to the commands of an argument parser."""
+    bench = commands.add_parser(
+        "bench",
+        help="time the kernels against the memory's measured ceiling, and against other implementations",
+        description=(
+            "Every case is first held to float64; what does not pass is not timed, and the exit status is 1. Times are "
+            "per kernel, inside one program, operands rotating beyond the caches, the loop's own cost taken off."
+        ),
+    )
+    bench.add_argument(
+        "subject",
+        choices=_SUBJECTS,
+        help="ceiling: read and copy; gemv: 4-bit products; delta: the delta rule; layer: a whole layer and its parts",
+    )
+    bench.add_argument("--batch", type=_integers, metavar="B[,B…]", help="sequences at once (default 1; delta 1,8,64)")
+    bench.add_argument("--shapes", type=_shapes, metavar="NxI[,…]", help="gemv: matrices such as 16384x5120,5120x6144")
+    bench.add_argument("--geometry", help="delta, layer: a published geometry (default 27b) or D,G,H,K,V,W")
+    bench.add_argument("--layers", type=_positive, metavar="L", help="layer: layers to rotate through (default: all)")
+    bench.add_argument("--precision", type=_precisions, metavar="P[,P]", help="gemv, layer: exact, q8 (default exact)")
+    bench.add_argument("--implementation", metavar="NAME", help="instead of the one that the library would choose")
+    bench.add_argument("--peers", action="store_true", help="gemv, delta: other implementations too, where they exist")
+    bench.add_argument("--seconds", type=_seconds, metavar="S", help="to measure each case for (default 1)")
+    bench.add_argument("--json", action="store_true", help="one JSON object instead of a table")
+    bench.add_argument("--jsonl", type=Path, metavar="FILE", help="append a line for every row, as soon as it is there")
+    bench.add_argument("--plot", type=Path, metavar="FILE", help="draw GB/s over bytes: .png or .svg")
+    bench.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Carry out `gdn bench`: 0 if every gate of ours was green, 1 if one was red.
+
+    Raises:
+        ValueError: options that do not belong together, or a file that cannot be written.
+        UnsupportedError: a named implementation that cannot do what it was asked for.
+    """
+    _check(options)
+    # Peers need room on the card, most of which JAX would take for itself as soon as it starts.
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    from gdn_jax.bench import session
+
+    return session.carry_out(options)
+
+
+def _check(options: argparse.Namespace) -> None:
+    """Refuse before any work what could only fail after it."""
+    for name in ("batch", "shapes", "geometry", "layers", "precision", "implementation"):
+        if getattr(options, name) is not None and name not in _SUBJECTS[options.subject]:
+            fits = ", ".join(subject for subject, names in _SUBJECTS.items() if name in names)
+            raise ValueError(f"--{name} belongs to {fits}, not to {options.subject}")
+    for name in ("jsonl", "plot"):
+        path: Path | None = getattr(options, name)
+        if path is not None and (path.is_dir() or not path.parent.is_dir()):
+            raise ValueError(f"--{name} must name a file in an existing folder, got {path}")
+    if options.plot is not None and options.plot.suffix not in _PLOTS:
+        raise ValueError(f"--plot must end in {' or '.join(_PLOTS)}, got {options.plot.name!r}")
+
+
+def _integers(text: str) -> tuple[int, ...]:
+    return tuple(_positive(part) for part in text.split(","))
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be an integer of at least 1, got {text!r}")
+    return int(text)
+
+
+def _shapes(text: str) -> tuple[tuple[int, int], ...]:
+    shapes = []
+    for part in text.split(","):
+        sizes = part.split("x")
+        if len(sizes) != 2:
+            raise argparse.ArgumentTypeError(f"must be shapes such as 16384x5120 with commas between, got {text!r}")
+        rows, columns = map(_positive, sizes)
+        if columns % 32:
+            raise argparse.ArgumentTypeError(f"the columns of a 4-bit matrix are a multiple of 32, got {part!r}")
+        shapes.append((rows, columns))
+    return tuple(shapes)
+
+
+def _precisions(text: str) -> tuple[str, ...]:
+    named = tuple(text.split(","))
+    if not set(named) <= set(_PRECISIONS) or len(set(named)) != len(named):
+        raise argparse.ArgumentTypeError(f"must be {' or '.join(_PRECISIONS)}, each once, got {text!r}")
+    return named
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not 0 <= seconds < math.inf:
+        raise argparse.ArgumentTypeError(f"must be a number of seconds, got {text!r}")
+    return seconds

@@ -1,0 +1,81 @@
+"""The gate before every measurement: a kernel's result against float64. What does not pass is not timed.
+
+Numpy only, so that programs in other frameworks can be held to the same references.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from gdn_jax.evidence import bounds, oracle
+from gdn_jax.evidence.metrics import max_rel
+
+__all__ = ["BOUNDS", "delta_error", "layer_errors", "product_error", "sample", "unpacked"]
+
+BOUNDS: Mapping[tuple[str, str], float] = {
+    # Weights in 4 bits, exact in them and float32 in the activations. Measured: 1.8e-7 on an H200.
+    ("gemv", "exact"): 1e-6,
+    # 8-bit activations. Measured: 1.3e-2 on heavy-tailed ones.
+    ("gemv", "q8"): 5e-2,
+    # bfloat16 activations, scales and results, as other frameworks have them: a few units of 2^-9.
+    ("gemv", "bf16"): 1e-2,
+    # Float32 in another order of summation than ours.
+    ("gemv", "f32"): 5e-6,
+    # The output and S of one step.
+    ("delta", "f32"): bounds.OPERATOR,
+    ("layer", "exact"): bounds.LAYER,
+    ("layer state", "exact"): bounds.STATE,
+    # 8-bit activations of two products, through two norms: this sees a wrong operator, not a lost digit.
+    ("layer", "q8"): 1e-1,
+    ("layer state", "q8"): 1e-1,
+}
+"""(subject, precision) -> the largest max_rel that passes."""
+
+
+def sample(size: int, most: int = 128) -> np.ndarray:
+    """At most `most` of `size` indices: both ends, where leftovers of a tiling lie, and an even spread between."""
+    ends, spread = most // 4, most // 2
+    parts = (np.arange(ends), np.linspace(0, size - 1, spread), np.arange(size - ends, size))
+    return np.unique(np.clip(np.concatenate(parts).astype(np.int64), 0, size - 1))
+
+
+def unpacked(codes: np.ndarray, scales: np.ndarray) -> np.ndarray:
+    """Codes int8 [N, I] and scales [N, I/32] -> code · scale, float64 [N, I]."""
+    return codes * np.repeat(scales.astype(np.float64), codes.shape[1] // scales.shape[1], axis=1)
+
+
+def product_error(y: np.ndarray, w: np.ndarray, x: np.ndarray) -> float:
+    """max_rel of y [B, n] against W x, for the rows W [n, I] that y has, and x [B, I]: the worst row of the batch."""
+    exact = np.asarray(x, np.float64) @ w.T
+    return max(_error(*pair) for pair in zip(y, exact, strict=True))
+
+
+def delta_error(o: np.ndarray, s: np.ndarray, before: np.ndarray, inputs: tuple[np.ndarray, ...]) -> float:
+    """The worse max_rel of o [B, H, V] and of S [B, H, K, V], after one step from `before`.
+
+    `inputs`: q and k [B, G, K], v [B, H, V], beta and g [B, H].
+    """
+    q, k, v, beta, g = inputs
+    q, k = (np.repeat(heads, before.shape[1] // heads.shape[1], axis=1) for heads in (q, k))
+    exact_s, exact_o = oracle.delta_step(before, q, k, v, beta, g)
+    return max(_error(o, exact_o), _error(s, exact_s))
+
+
+def layer_errors(
+    got: tuple[np.ndarray, np.ndarray, np.ndarray],
+    weights: Mapping[str, np.ndarray],
+    x: np.ndarray,
+    before: tuple[np.ndarray, np.ndarray],
+    **geometry: Any,
+) -> tuple[float, float]:
+    """max_rel of a layer's y [B, D], and the worse of S and conv_hist, after one token x [B, D] from `before`."""
+    run = oracle.run_layer(weights, x[None], S=before[0], conv_hist=before[1], **geometry)
+    y, s, history = got
+    return _error(y, run.ys[0]), max(_error(s, run.S), _error(history, run.conv_hist))
+
+
+def _error(got: np.ndarray, exact: np.ndarray) -> float:
+    """`max_rel`, infinite where something is not finite: NaN would compare as neither red nor green."""
+    error = max_rel(got, exact)
+    return error if np.isfinite(error) else float("inf")

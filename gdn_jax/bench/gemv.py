@@ -1,0 +1,115 @@
+"""y = W x with 4-bit weights: the whole operation, and the kernel alone, without splitting x into limbs."""
+
+from collections.abc import Iterator
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from gdn_jax import ops
+from gdn_jax.bench import gate, operands, peers
+from gdn_jax.bench.naming import implementation_of
+from gdn_jax.bench.request import Request
+from gdn_jax.bench.rows import Row
+from gdn_jax.bench.timing import Step, Timing, kernels_for, layers_for, measure, touch
+from gdn_jax.limbs import LIMBS, split_limbs
+from gdn_jax.q4 import Q4Tensor
+
+__all__ = ["limbs_step", "product_step", "run", "stack_error"]
+
+
+def run(request: Request) -> Iterator[Row]:
+    """For every shape and batch two rows per precision, then the peers.
+
+    "product" is `ops.project_many`, from x in float32; "kernel" the same less the time of splitting x alone, which is
+    what the product costs where the producer of x hands it over in limbs. XLA's form has no kernel to tell apart.
+    """
+    for rows, columns in request.shapes:
+        for batch in request.batches:
+            yield from _measured(rows, columns, batch, request)
+            if request.peers:
+                yield from peers.rows("gemv", peers.Product(rows, columns, batch), request.effort)
+
+
+def product_step(w: Q4Tensor, precision: str, implementation: str | None) -> Step:
+    """`ops.project_many` of one matrix on the carried x [B, I]."""
+
+    def advance(x, layer, w):
+        [y] = ops.project_many((w,), x, precision=precision, implementation=implementation, layer=layer)
+        return touch(x, y)
+
+    return Step(advance, w)
+
+
+def limbs_step(precision: str, implementation: str) -> Step:
+    """Splitting the carried x [B, I] into limbs as that implementation does it, and nothing else."""
+
+    def advance(x, layer, _):
+        limbs = LIMBS[precision]
+        if implementation == "xla":
+            split = split_limbs(x, limbs)
+        else:
+            split = ops.split_activations(x, limbs, interpret=implementation == "interpret")
+        return touch(x, *split)
+
+    return Step(advance)
+
+
+def stack_error(w: Q4Tensor, x: jax.Array, precision: str, request: Request) -> float:
+    """The worst max_rel of the first and the last layer of a stack [L, N, I], on a sample of its rows."""
+    layers, size, _ = w.shape
+    chosen = gate.sample(size)
+
+    def product(w, x, layer):
+        named = {"precision": precision, "implementation": request.implementation}
+        return ops.project_many((w,), x, layer=layer, **named)[0]
+
+    product = jax.jit(product, compiler_options=dict(request.effort.options))
+    worst = 0.0
+    for layer in (0, layers - 1):
+        y = product(w, x, jnp.int32(layer))
+        if not bool(jnp.isfinite(y).all()):  # of all rows, not of the sample alone
+            return float("inf")
+        taken = Q4Tensor(w.codes[layer, chosen], w.scales[layer, chosen]).to_logical()
+        exact = gate.unpacked(taken.codes, taken.scales)
+        worst = max(worst, gate.product_error(np.asarray(y)[:, chosen], exact, np.asarray(x)))
+    return worst
+
+
+def _measured(rows: int, columns: int, batch: int, request: Request) -> Iterator[Row]:
+    effort = request.effort
+    one = operands.nbytes(jax.eval_shape(lambda: operands.q4_stack(0, 1, rows, columns)))
+    layers = layers_for(one, effort)
+    w = operands.q4_stack(1, layers, rows, columns)
+    x = operands.activations(2, (batch, columns))
+    nbytes = one + x.nbytes + 4 * batch * rows
+    errors = {precision: stack_error(w, x, precision, request) for precision in request.precisions}
+    green = [precision for precision in request.precisions if errors[precision] <= gate.BOUNDS["gemv", precision]]
+    used = {
+        precision: implementation_of(product_step(w, precision, request.implementation), x)
+        for precision in request.precisions
+    }
+    steps = {"glue": Step(lambda x, *_: touch(x, x))}
+    for precision in green:
+        steps[f"limbs {precision}"] = limbs_step(precision, used[precision])
+        steps[precision] = product_step(w, precision, request.implementation)
+    kernels = kernels_for(nbytes, effort)
+    samples = measure(steps, jnp.copy(x), layers=layers, kernels=kernels, effort=effort) if green else {}
+    for precision in request.precisions:
+        for part, without in (("product", "glue"), ("kernel", f"limbs {precision}")):
+            is_timed = precision in samples
+            if part == "kernel" and (used[precision] == "xla" or not is_timed):
+                continue
+            yield Row(
+                subject="gemv",
+                case=f"{rows}x{columns} {part}",
+                batch=batch,
+                implementation=used[precision],
+                precision=precision,
+                nbytes=nbytes,
+                max_rel=errors[precision],
+                bound=gate.BOUNDS["gemv", precision],
+                timing=Timing.between(samples[precision], samples[without], kernels) if is_timed else None,
+                note="" if is_timed else "not timed: wrong result",
+                details={"layers": layers},
+            )

@@ -1,0 +1,263 @@
+"""Other implementations of the same operations, each held to float64 and rotated through as much memory as ours.
+
+A peer says beforehand why it cannot be had here (`available`). Those in other frameworks run in processes of their own,
+so that no two of them share an allocator, and answer with one line of JSON; they take launches off by CUDA graphs.
+"""
+
+import atexit
+import dataclasses
+import functools
+import importlib.util
+import json
+import pathlib
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from gdn_jax.bench import gate, operands
+from gdn_jax.bench.rows import Row
+from gdn_jax.bench.timing import Effort, Step, Timing, kernels_for, layers_for, measure, touch
+from gdn_jax.q4 import GROUP
+
+__all__ = ["PEERS", "Heads", "Peer", "Product", "rows"]
+
+_PUBLISHED = pathlib.Path(__file__).parents[2] / "experiments" / "published_design" / "published_design.cu"
+_TIMEOUT = 240.0
+
+
+class Product(NamedTuple):
+    """y = W x, W [rows, columns], for `batch` rows of x."""
+
+    rows: int
+    columns: int
+    batch: int
+
+    def __str__(self):
+        return f"{self.rows}x{self.columns}"
+
+
+class Heads(NamedTuple):
+    """One delta step of `batch` sequences."""
+
+    batch: int
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+
+    def __str__(self):
+        return f"{self.value_heads} heads {self.key_dim}x{self.value_dim}"
+
+
+class Outcome(NamedTuple):
+    """What a peer answered: its own bytes, error and times, or in `note` why there are none."""
+
+    nbytes: int = 0
+    max_rel: float | None = None
+    timing: Timing | None = None
+    note: str = ""
+    details: dict[str, Any] = {}  # noqa: RUF012 (never written to)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Peer:
+    """One implementation of a subject. `available()` is None, or the reason why it cannot be asked here."""
+
+    name: str
+    subject: str
+    precision: str
+    available: Callable[[], str | None]
+    measure: Callable[[Any, Effort], Outcome]
+
+
+def rows(subject: str, case: Product | Heads, effort: Effort) -> Iterator[Row]:
+    """A row for every peer of a subject, whether it could be asked or not."""
+    for peer in PEERS:
+        if peer.subject != subject:
+            continue
+        reason = peer.available()
+        outcome = Outcome(note=f"not available: {reason}") if reason else _asked(peer, case, effort)
+        yield Row(
+            subject=subject,
+            case=str(case),
+            batch=case.batch,
+            implementation=peer.name,
+            precision=peer.precision,
+            nbytes=outcome.nbytes,
+            max_rel=outcome.max_rel,
+            bound=gate.BOUNDS[subject, peer.precision],
+            timing=outcome.timing,
+            is_peer=True,
+            note=outcome.note,
+            details=outcome.details,
+        )
+
+
+def _asked(peer: Peer, case: Any, effort: Effort) -> Outcome:
+    """A peer's answer; its failure is a line in the table, never the end of the run."""
+    try:
+        outcome = peer.measure(case, effort)
+    except Exception as error:
+        first = str(error).strip().splitlines() or [""]
+        return Outcome(note=f"failed: {type(error).__name__}: {first[0][:200]}")
+    if outcome.max_rel is not None and outcome.max_rel > gate.BOUNDS[peer.subject, peer.precision]:
+        return outcome._replace(timing=None, note="not timed: wrong result")
+    return outcome
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# XLA, told to fuse the dequantisation into the product
+# ----------------------------------------------------------------------------------------------------------------------
+
+_FUSED = {"xla_gpu_experimental_enable_subchannel_dequantisation_fusion": True}
+
+
+def _xla_measure(case: Product, effort: Effort) -> Outcome:
+    """y = x (code · scale) as a dot in bfloat16 over int4 [I/32, 32, N], summed in float32.
+
+    Every layer is an array of its own: slices of a stack would be copied before the dot, which is not the dot's doing.
+    """
+    groups, batch = case.columns // GROUP, case.batch
+    one = case.rows * case.columns // 2 + 2 * case.rows * groups
+    layers = layers_for(one, effort)
+
+    @jax.jit
+    def layer(key):
+        codes, scales = jax.random.split(key)
+        octets = jax.random.bits(codes, (groups, GROUP, case.rows), jnp.uint8) & jnp.uint8(15)
+        spread = jax.random.uniform(scales, (groups, case.rows), jnp.float32, 2 / 3, 4 / 3)
+        return (octets.astype(jnp.int8) - jnp.int8(8)).astype(jnp.int4), spread.astype(jnp.bfloat16)
+
+    def product(x, w):
+        codes, scales = w
+        weights = codes.astype(jnp.bfloat16) * scales[:, None, :]
+        weights = weights.reshape(case.columns, case.rows)
+        return jnp.dot(x.astype(jnp.bfloat16), weights, preferred_element_type=jnp.float32)
+
+    ws = [layer(key) for key in jax.random.split(operands.key(1), layers)]
+    x = operands.activations(2, (batch, case.columns))
+    chosen = gate.sample(case.rows)
+    codes, scales = (np.asarray(part.astype(jnp.float32)[..., chosen], np.float64) for part in ws[-1])
+    exact = (codes * scales[:, None, :]).reshape(case.columns, -1).T
+    y = jax.jit(product, compiler_options=_FUSED)(x, ws[-1])
+    error = gate.product_error(np.asarray(y)[:, chosen], exact, np.asarray(x))
+    nbytes = one + x.nbytes + 4 * batch * case.rows
+    if error > gate.BOUNDS["gemv", "bf16"]:
+        return Outcome(nbytes, error)
+
+    def through(one_layer):
+        """All layers in turn; the loop around it has no part in the rotation."""
+
+        def advance(x, _, ws):
+            for w in ws:
+                x = lax.optimization_barrier(one_layer(x, w))
+            return x
+
+        return Step(advance, ws)
+
+    steps = {"glue": through(lambda x, _: touch(x, x)), "product": through(lambda x, w: touch(x, product(x, w)))}
+    rounds = max(1, kernels_for(nbytes, effort) // layers)
+    effort = dataclasses.replace(effort, unroll=1, options={**effort.options, **_FUSED})
+    samples = measure(steps, jnp.copy(x), layers=1, kernels=rounds, effort=effort)
+    timing = Timing.between(samples["product"] / layers, samples["glue"] / layers, rounds * layers)
+    return Outcome(nbytes, error, timing, details={"layers": layers})
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Other processes
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+def _process(command: list[str]) -> Outcome:
+    """Run a peer's program and read its last line: an `Outcome` as JSON, timing fields flat."""
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT, check=False)
+    lines = ran.stdout.strip().splitlines()
+    if ran.returncode or not lines:
+        complaint = (ran.stderr.strip() or ran.stdout.strip()).splitlines()
+        last = complaint[-1][:200] if complaint else "no output"
+        return Outcome(note=f"failed with status {ran.returncode}: {last}")
+    answer = json.loads(lines[-1])
+    timing = Timing(*(answer.pop(name) for name in Timing._fields)) if "us" in answer else None
+    known = {name: answer.pop(name) for name in ("nbytes", "max_rel", "note") if name in answer}
+    return Outcome(**known, timing=timing, details=answer)
+
+
+def _no_gpu() -> str | None:
+    return None if jax.default_backend() == "gpu" else "it needs an NVIDIA GPU"
+
+
+def _missing(module: str, package: str) -> str | None:
+    return None if importlib.util.find_spec(module) else f"{package} is not installed"
+
+
+def _torch_available() -> str | None:
+    return _no_gpu() or _missing("torch", "PyTorch")
+
+
+def _fla_available() -> str | None:
+    return _torch_available() or _missing("fla", "flash-linear-attention")
+
+
+def _torch_measure(which: str, case: Product | Heads, effort: Effort) -> Outcome:
+    asked = {**case._asdict(), "rotate": effort.rotate, "seconds": effort.seconds, "warm": effort.warm}
+    return _process([sys.executable, "-m", "gdn_jax.bench.torch_peers", which, json.dumps(asked)])
+
+
+def _published_available() -> str | None:
+    if reason := _no_gpu():
+        return reason
+    if not _PUBLISHED.exists():
+        return "its source is in the repository, not in the installed package"
+    return None if shutil.which("nvcc") else "it needs nvcc to be compiled"
+
+
+def _published_measure(case: Product, effort: Effort) -> Outcome:
+    if case.batch != 1:
+        return Outcome(note="it takes one row of x")
+    asked = {"rows": case.rows, "columns": case.columns, "rotate": int(effort.rotate), "seconds": effort.seconds}
+    return _process([str(_published_program()), *(f"--{name}={value}" for name, value in asked.items())])
+
+
+@functools.cache
+def _published_program() -> pathlib.Path:
+    """The program, compiled once per process into a folder that goes when the process does."""
+    folder = tempfile.mkdtemp(prefix="gdn-bench-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    program = pathlib.Path(folder) / "published_design"
+    command = ["nvcc", "-O3", "-std=c++17", "-arch=native", "-o", str(program), str(_PUBLISHED)]
+    subprocess.run(command, check=True, capture_output=True, text=True, timeout=_TIMEOUT)
+    return program
+
+
+PEERS = (
+    Peer(name="xla int4", subject="gemv", precision="bf16", available=lambda: None, measure=_xla_measure),
+    Peer(
+        name="torch int4",
+        subject="gemv",
+        precision="bf16",
+        available=_torch_available,
+        measure=functools.partial(_torch_measure, "int4"),
+    ),
+    Peer(
+        name="published",
+        subject="gemv",
+        precision="f32",
+        available=_published_available,
+        measure=_published_measure,
+    ),
+    Peer(
+        name="fla",
+        subject="delta",
+        precision="f32",
+        available=_fla_available,
+        measure=functools.partial(_torch_measure, "fla"),
+    ),
+)

@@ -1,0 +1,276 @@
+"""The product on the tensor cores of sm_90 (Pallas on Mosaic GPU): a TMA ring feeds int8 matrix instructions.
+
+`mma.m16n8k32` multiplies 16 rows of codes with 8 columns of digits over the 32 columns of one group. The device layout
+of the codes is its operand as it lies: word 4g + a of a row holds columns 32g + 4a … + 3 and 32g + 16 + 4a … + 3, which
+are what lane a of four wants of that row. What the 8 columns are depends on the batch:
+
+    batch 1 and 2:  every limb of every row of x, limb-major. One instruction per group; limbs are added at the end.
+    batch 3 to 8:   the rows of x. One instruction per limb; D = d_1 + d_2 / 256 + d_3 / 65536 is formed per group.
+
+The four warps of a block share its rows and split its groups: 8 groups of every 32 to each.
+"""
+
+import functools
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, llvm, math, vector
+
+from pallas_kernels.q4_gemv.tuning import MosaicTile
+
+__all__ = ["launch_mosaic", "mosaic_unsupported"]
+
+_GROUP = 32
+_WARPS = 4
+_RUN = 8
+"""Neighbouring groups of one warp: 128 bytes of a row's codes, 16 of its scales."""
+_STEP = _WARPS * _RUN
+"""Groups of one step, of the four warps together."""
+_COLUMNS = 8
+"""Columns of digits of one instruction."""
+_FOLDED_BATCH = 2
+"""Largest batch whose limbs fit side by side into the columns of one instruction."""
+
+
+def _layout(*tiles, warps, lanes):
+    return plgpu.Layout.TILED(plgpu.Tiling(tiles), warp_dims=warps, lane_dims=lanes, vector_dim=-1)
+
+
+# Who holds what of a step, as tilings of its arrays whose last axis is one register. Of the groups of its warp, a lane
+# with r = lane // 4 and a = lane % 4 has
+#   words a of rows r, r + 8, …                 of uint32 [rows, 128],
+#   digits 4a … and 16 + 4a … of column r       of int8 [8, 1024],
+#   the scales of rows r, r + 8, …              of float16 [rows, 32],
+#   those of columns 2a and 2a + 1              of float32 [8, 32], or all of them of float32 [B, 32], and
+#   sums of rows r, r + 8, …, columns 2a, 2a+1  of float32 [warps, rows, 8].
+_WORDS = _layout((8, 4 * _STEP), (4 * _RUN,), (4,), (1,), warps=(-4,), lanes=(-5, -2))
+_DIGITS = _layout((8, _GROUP * _STEP), (_GROUP * _RUN,), (16,), (4,), warps=(-4,), lanes=(-5, -2))
+_SCALES = _layout((8, _STEP), (_RUN,), warps=(-2,), lanes=(-3, plgpu.Replicated(4)))
+_X_SCALES = _layout((8, _STEP), (2, _RUN), (4,), warps=(-4,), lanes=(plgpu.Replicated(8), -5))
+_FOLDED_X_SCALES = _layout((_STEP,), (_RUN,), (4,), warps=(-3,), lanes=(plgpu.Replicated(32),))
+_SUMS = _layout((_WARPS, 8, _COLUMNS), (2,), warps=(-4,), lanes=(-3, -2))
+
+
+def mosaic_unsupported(shapes: Sequence[tuple[int, int, int]]) -> str | None:
+    """Why this form does not take matrices of these shapes [L, N, I], or None: copies are of whole 8-row tiles."""
+    for shape in shapes:
+        if shape[1] % 8 or shape[2] % (_GROUP * _STEP):
+            return f"the tensor core form needs N % 8 = 0 and I % {_GROUP * _STEP} = 0, got a matrix of shape {shape}"
+    return None
+
+
+@functools.partial(jax.jit, static_argnames=("tile",))
+def launch_mosaic(matrices, digits, x_scales, layer, *, tile: MosaicTile):
+    """As `q4_gemv`, for operands that it has checked and of which `mosaic_unsupported` says nothing.
+
+    Partial sums per output: one per warp (and per limb, for batch 1 and 2), groups in ascending order. The bits depend
+    on whether the batch exceeds 2 and on nothing else: not on `tile`, on the run, nor on the other rows of the batch.
+
+    Raises:
+        ValueError: `tile` is not one.
+    """
+    if tile.rows not in (16, 32, 64) or tile.stages < 1:
+        raise ValueError(f"rows of a tile must be 16, 32 or 64 and stages at least 1, got {tile}")
+    limbs, batch, columns = digits.shape
+    if batch <= _FOLDED_BATCH:
+        digits = digits.reshape(1, limbs * batch, columns)
+    rows = [codes.shape[1] for codes, _ in matrices]
+    blocks = [pl.cdiv(n, tile.rows) for n in rows]
+    ys = plgpu.kernel(
+        functools.partial(_body, limbs=limbs, tile=tile),
+        # Whole blocks, since stores are not masked; the slices below copy where that is more than N rows.
+        out_type=[jax.ShapeDtypeStruct((batch, count * tile.rows), jnp.float32) for count in blocks],
+        grid=(sum(blocks),),
+        grid_names=("block",),
+        compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),  # there is one per step, in _multiply_add
+        kernel_name="q4_gemv",
+    )(layer, digits, x_scales, *(array for matrix in matrices for array in matrix))
+    return tuple(y[:, :n] for y, n in zip(ys, rows, strict=True))
+
+
+def _body(layer_ref, digits_ref, x_scales_ref, *matrix_refs, limbs: int, tile: MosaicTile):
+    """Blocks go to the matrices in order, ceil(N_m / tile.rows) to each."""
+    count = len(matrix_refs) // 3
+    codes_refs, scales_refs, y_refs = matrix_refs[: 2 * count : 2], matrix_refs[1 : 2 * count : 2], matrix_refs[-count:]
+    block = lax.axis_index("block")
+    first = 0
+    for codes_ref, scales_ref, y_ref in zip(codes_refs, scales_refs, y_refs, strict=True):
+        blocks = y_ref.shape[1] // tile.rows
+        rows = functools.partial(
+            _row_block, block - first, layer_ref, digits_ref, x_scales_ref, codes_ref, scales_ref, y_ref, limbs, tile
+        )
+        pl.when((block >= first) & (block < first + blocks))(rows)
+        first += blocks
+
+
+def _row_block(block, layer_ref, digits_ref, x_scales_ref, codes_ref, scales_ref, y_ref, limbs, tile):
+    """Rows block · tile.rows … of one matrix. What a copy finds beyond the end of an array is 0, and adds 0."""
+    layer = jnp.clip(layer_ref[0], 0, codes_ref.shape[0] - 1)
+    parts, batch = digits_ref.shape[0], y_ref.shape[0]
+    folded = batch <= _FOLDED_BATCH
+    x_scales_layout = _FOLDED_X_SCALES if folded else _X_SCALES
+
+    def step(_, words_ref, scales_ref, digits_ref, x_scales_ref, sums):
+        return _multiply_add(
+            plgpu.load(words_ref, layout=_WORDS),
+            plgpu.load(scales_ref, layout=_SCALES, optimized=False),
+            [plgpu.load(digits_ref.at[part], layout=_DIGITS) for part in range(parts)],
+            plgpu.load(x_scales_ref, layout=x_scales_layout, optimized=False),
+            sums,
+            x_scales_layout,
+        )
+
+    pipeline = plgpu.emit_pipeline(
+        step,
+        grid=(scales_ref.shape[2] // _STEP,),
+        in_specs=[
+            plgpu.BlockSpec((None, tile.rows, 4 * _STEP), lambda k: (layer, block, k), transforms=_swizzled(4)),
+            plgpu.BlockSpec((None, tile.rows, _STEP), lambda k: (layer, block, k)),
+            # Eight rows where there may be fewer, at 0 · k: at a plain 0 JAX would refuse them as out of bounds.
+            plgpu.BlockSpec((parts, _COLUMNS, _GROUP * _STEP), lambda k: (0, 0 * k, k), transforms=_swizzled(1)),
+            plgpu.BlockSpec((batch if folded else _COLUMNS, _STEP), lambda k: (0 * k, k)),
+        ],
+        max_concurrent_steps=tile.stages,
+        init_carry=plgpu.layout_cast(jnp.zeros((_WARPS, tile.rows, _COLUMNS), jnp.float32), _SUMS),
+    )
+    sums = jnp.sum(pipeline(codes_ref, scales_ref, digits_ref, x_scales_ref), axis=0)
+    column = plgpu.broadcasted_iota(jnp.int32, sums.shape, 1, layout=_SUMS.reduce(0))
+    for b in range(batch):
+        places = [(limb * batch + b, 256.0**-limb) for limb in range(limbs)] if folded else [(b, 1.0)]
+        terms = [jnp.where(column == place, sums * jnp.float32(unit), jnp.zeros_like(sums)) for place, unit in places]
+        y_ref[b, pl.ds(block * tile.rows, tile.rows)] = jnp.sum(functools.reduce(jnp.add, terms), axis=1)
+
+
+def _swizzled(itemsize):
+    """128-byte pieces of 8 rows, laid so that the 16 bytes of one group in 8 rows lie in different banks."""
+    # pyright takes both for abstract: their base class declares a method that Mosaic's transforms do not have.
+    tiling = plgpu.TilingTransform((8, 128 // itemsize))  # pyright: ignore[reportAbstractUsage]
+    return tiling, plgpu.SwizzleTransform(128)  # pyright: ignore[reportAbstractUsage]
+
+
+def _multiply_add(words, scales, digits, x_scales, sums, x_scales_layout):
+    """sums[w, n, c] + the terms (D[n, c, g] · x_scales[c, g]) · scales[n, g] of the groups g of warp w."""
+    on_registers = plgpu.inline_mgpu(
+        arg_types=(_WORDS, _SCALES, [_DIGITS] * len(digits), x_scales_layout, _SUMS),
+        return_type=plgpu.ShapeDtypeStruct(sums.shape, sums.dtype, layout=_SUMS),
+    )
+    return on_registers(_multiply_add_registers)(words, scales, digits, x_scales, sums)
+
+
+def _multiply_add_registers(_, words, scales, digits, x_scales, sums):
+    octets = words.shape[0] // 8
+    columns = [[Lane.word(register) for register in part.registers.flat] for part in digits]
+    words, scales, totals = (_elements(array).reshape(octets, -1) for array in (words, scales, sums))
+    x_scales = _elements(x_scales).reshape(-1, _RUN)
+    for g in range(_RUN):
+        units = [Lane.times(scale, Lane.constant(1 / 16)) for scale in x_scales[:, g]]  # codes come as 16 times theirs
+        for top in range(0, octets, 2):
+            a = [Lane.nibbles(word, shift) for shift in (4, 0) for word in words[top : top + 2, g]]
+            dots = [Lane.mma(a, part[2 * g : 2 * g + 2]) for part in columns]
+            for row in range(2):
+                scale = Lane.float(scales[top + row, g])
+                for column in range(2):
+                    value = _fixed_point([dot[2 * row + column] for dot in dots])
+                    value = Lane.times(value, units[column % len(units)])
+                    totals[top + row, column] = Lane.times_plus(value, scale, totals[top + row, column])
+    Lane.barrier()  # no warp reads this step's shared memory any more: it may be filled again
+    return Lane.array([Lane.vector(pair) for pair in totals], like=sums)
+
+
+def _elements(array):
+    """The elements that a lane has of an array, in the order of its registers."""
+    length = array.layout.vector_length
+    return np.fromiter((Lane.element(reg, i) for reg in array.registers.flat for i in range(length)), object)
+
+
+def _fixed_point(dots):
+    """D = d_1 + d_2 / 256 + d_3 / 65536 in one rounding: the limbs after the first are joined as integers, exactly."""
+    total = Lane.float(dots[0])
+    if len(dots) == 1:
+        return total
+    rest = functools.reduce(Lane.join, dots[1:])
+    return Lane.times_plus(Lane.float(rest), Lane.constant(256.0 ** (1 - len(dots))), total)
+
+
+class Lane:
+    """What one lane does with its registers, as LLVM values."""
+
+    @staticmethod
+    def constant(value: float):
+        """A float32."""
+        return arith.constant(ir.F32Type.get(), ir.FloatAttr.get(ir.F32Type.get(), value))
+
+    @staticmethod
+    def element(register, i: int):
+        """Element i of a register that is a vector."""
+        return vector.extract(register, dynamic_position=[], static_position=[i])
+
+    @staticmethod
+    def vector(values):
+        """A register of float32 elements."""
+        return vector.from_elements(ir.VectorType.get((len(values),), ir.F32Type.get()), list(values))
+
+    @staticmethod
+    def array(registers, like):
+        """The array whose registers these are, laid out as another."""
+        registers = np.fromiter(registers, object).reshape(like.registers.shape)
+        return mgpu.FragmentedArray(_registers=registers, _layout=like.layout, _is_signed=like.is_signed)
+
+    @staticmethod
+    def word(register):
+        """The 32 bits of a register of four bytes."""
+        return mgpu.utils.bitcast(register, ir.IntegerType.get_signless(32))
+
+    @staticmethod
+    def nibbles(word, shift: int):
+        """Four signed bytes, 16 times the low (shift 4) or high (shift 0) nibbles of the four bytes of a word."""
+        i32 = ir.IntegerType.get_signless(32)
+        upper = arith.constant(i32, ir.IntegerAttr.get(i32, 0xF0F0F0F0 - 2**32))
+        return arith.andi(arith.shli(word, arith.constant(i32, ir.IntegerAttr.get(i32, shift))), upper)
+
+    @staticmethod
+    def mma(a, b):
+        """Four int32 of the product of 16 × 32 and 32 × 8 signed bytes: columns 2a and 2a + 1 of rows r and r + 8."""
+        i32 = ir.IntegerType.get_signless(32)
+        result = llvm.inline_asm(
+            llvm.StructType.get_literal([i32] * 4),
+            [*a, *b, arith.constant(i32, ir.IntegerAttr.get(i32, 0))],
+            "mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {$0,$1,$2,$3}, {$4,$5,$6,$7}, {$8,$9}, {$10,$10,$10,$10};",
+            "=r,=r,=r,=r,r,r,r,r,r,r,r",
+            has_side_effects=False,
+        )
+        return [llvm.extractvalue(i32, result, [i]) for i in range(4)]
+
+    @staticmethod
+    def join(high, low):
+        """256 · high + low of int32."""
+        i32 = ir.IntegerType.get_signless(32)
+        return arith.addi(arith.shli(high, arith.constant(i32, ir.IntegerAttr.get(i32, 8))), low)
+
+    @staticmethod
+    def float(value):
+        """A float32 of an int32 or a float16."""
+        convert = arith.sitofp if isinstance(value.type, ir.IntegerType) else arith.extf
+        return convert(ir.F32Type.get(), value)
+
+    @staticmethod
+    def times(a, b):
+        """a · b in float32."""
+        return arith.mulf(a, b)
+
+    @staticmethod
+    def times_plus(a, b, c):
+        """a · b + c in one rounding."""
+        return math.fma(a, b, c)
+
+    @staticmethod
+    def barrier():
+        """Wait for the other warps."""
+        mgpu.utils.warpgroup_barrier()
