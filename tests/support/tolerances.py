@@ -11,6 +11,11 @@ __all__ = [
     "CASE_OUTPUT",
     "CASE_STATE",
     "CASE_TAP",
+    "DECODER_ALONE",
+    "DECODER_BF16",
+    "DECODER_ORACLE",
+    "DECODER_Q4",
+    "DECODER_TRANSFORMERS",
     "DELTA_STEP",
     "ELEMENT",
     "GRADIENT",
@@ -52,3 +57,11 @@ GRADIENT = 3.5e-7  # measured 2.3e-7 on JAX 0.12.0.1, A_log, and 1.1e-7 on 0.11.
 # Forward against reverse mode in float32, and a layer of 3 key and 4 value dimensions, plain or jitted.
 MODES = 2e-6  # measured 1.3e-6
 TINY_LAYER = 4e-6  # measured 2.6e-6
+
+# A whole small model, the logits after one token: against transformers in float32, over 600 tokens; against the float64
+# oracle, over 9; a row alone against the same row in a batch; weights of a tier against the float32 they stand for.
+DECODER_TRANSFORMERS = 8e-6  # measured 5.3e-6
+DECODER_ORACLE = 1.6e-6  # measured 1.04e-6
+DECODER_ALONE = 1.5e-6  # measured 9.7e-7
+DECODER_BF16 = 1e-6  # measured 0; a GPU may sum the two programs in different orders
+DECODER_Q4 = 2.7e-6  # measured 1.8e-6, the worst of four draws

@@ -1,0 +1,118 @@
+"""Full attention with an output gate, one token at a time, over keys and values kept in the state.
+
+    [q, gate] = W_q x (per head), k = W_k x, v = W_v x
+    q, k      = RoPE(norm(q)), RoPE(norm(k))
+    o         = sum_s softmax_s(q · k_s / sqrt(Hd)) v_s over the tokens s so far, this one included
+    y         = W_o (o · sigmoid(gate))
+
+Query head h uses key-value head h // (N_q / N). Scores and sums are multiply-and-add in float32: a dot would be rounded
+to TF32 on some GPUs, and its library would read a copy of the cache. Slots that hold no token yet have no part in the
+softmax, so what lies there is never seen.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.layout import Layout, with_layout_constraint
+
+from gdn_jax.axes import Array, Bool, Float32, Int32
+from gdn_jax.decoder.config import DecoderConfig
+from gdn_jax.decoder.norm import rms_norm
+from gdn_jax.decoder.weights import AttentionWeights, of_layer
+from gdn_jax.fence import fence
+from gdn_jax.ops import project, project_many
+
+__all__ = ["Cache", "attend", "attention_step", "rotate"]
+
+_CHUNK = 64
+"""Slots per partial sum, in capacities that divide by it."""
+
+
+class Cache(NamedTuple):
+    """Keys and values [A, B, S, N, Hd] of all attention layers."""
+
+    keys: Array
+    values: Array
+
+
+def attention_step(
+    w: AttentionWeights,
+    cache: Cache,
+    x: Float32[Array, "B D"],
+    position: Int32[Array, "B"],
+    writes: Bool[Array, "B"],
+    *,
+    cfg: DecoderConfig,
+    layer: Int32[Array, ""],
+    precision: str,
+    implementation: str | None,
+) -> tuple[Float32[Array, "B D"], Cache]:
+    """Carry attention layer `layer` of the stack one token forward: x [B, D] -> y [B, D].
+
+    Rows where `writes` is false leave the cache as it is; their y means nothing.
+    """
+    batch = x.shape[0]
+    with jax.named_scope("project_in"):
+        q, k, v = fence(
+            project_many((w.q, w.k, w.v), x, precision=precision, implementation=implementation, layer=layer)
+        )
+        q, gate = jnp.split(q.reshape(batch, cfg.heads, 2 * cfg.head_dim), 2, axis=-1)
+        k, v = (array.reshape(batch, cfg.kv_heads, cfg.head_dim) for array in (k, v))
+    with jax.named_scope("qk_norm_rope"):
+        q, k = (
+            rotate(rms_norm(heads, of_layer(norm, layer), cfg.norm_eps), position, cfg.rotary_dim, cfg.rope_theta)
+            for heads, norm in ((q, w.q_norm), (k, w.k_norm))
+        )
+        q, k = fence((q * jnp.float32(cfg.head_dim**-0.5), k))
+    with jax.named_scope("cache"):
+        cache = _write(cache, k, v, position, writes, layer)
+    with jax.named_scope("attend"):
+        o = fence(attend(q, of_layer(cache.keys, layer), of_layer(cache.values, layer), position))
+    with jax.named_scope("project_out"):
+        o = (o * jax.nn.sigmoid(gate)).reshape(batch, cfg.queries)
+        return fence(project(w.o, fence(o), precision=precision, implementation=implementation, layer=layer)), cache
+
+
+def rotate(x: Float32[Array, "B N Hd"], position: Int32[Array, "B"], rotary_dim: int, theta: float) -> Array:
+    """RoPE: components i and i + rd/2 of the first rd of a head turn by position · theta^(-2i/rd); the rest stay."""
+    half = rotary_dim // 2
+    frequencies = (theta ** (-2 * np.arange(half) / rotary_dim)).astype(np.float32)
+    angles = position.astype(jnp.float32)[:, None, None] * jnp.asarray(frequencies)[None, None]
+    cos, sin = (jnp.broadcast_to(part, (*x.shape[:2], half)) for part in (jnp.cos(angles), jnp.sin(angles)))
+    first, second, rest = jnp.split(x, (half, rotary_dim), axis=-1)
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin, rest], axis=-1)
+
+
+def attend(
+    q: Float32[Array, "B Nq Hd"], keys: Array, values: Array, position: Int32[Array, "B"]
+) -> Float32[Array, "B Nq Hd"]:
+    """softmax(q · k_s) v over the slots s <= position; keys and values [B, S, N, Hd] of float32 or bfloat16."""
+    batch, heads, head_dim = q.shape
+    capacity, kv_heads = keys.shape[1:3]
+    # Everything in the order of the cache, B S N R Hd with R query heads to a key-value head: it is read as it lies.
+    q = q.reshape(batch, 1, kv_heads, heads // kv_heads, head_dim)
+    keys, values = (array.astype(jnp.float32)[:, :, :, None] for array in (keys, values))
+    seen = (jnp.arange(capacity)[None] <= position[:, None])[:, :, None, None]
+    scores = fence(jnp.where(seen, jnp.sum(q * keys, axis=-1), -jnp.inf))
+    shares = fence(jax.nn.softmax(scores, axis=1))
+    # A share of 0 does not hide an inf or NaN in its slot.
+    terms = shares[..., None] * jnp.where(seen[..., None], values, jnp.float32(0))
+    # In two levels, which is more exact, and keeps XLA from turning the values around for one long sum.
+    chunk = _CHUNK if capacity % _CHUNK == 0 else capacity
+    partial = fence(jnp.sum(terms.reshape(batch, -1, chunk, *terms.shape[2:]), axis=2))
+    return jnp.sum(partial, axis=1).reshape(batch, heads, head_dim)
+
+
+def _write(cache: Cache, k: Array, v: Array, position: Array, writes: Array, layer: Array) -> Cache:
+    """k and v [B, N, Hd] put into slot `position` of their rows, in place where the cache is donated or carried."""
+    rows = jnp.arange(k.shape[0])
+    slots = jnp.where(writes, position, cache.keys.shape[2])  # beyond the end: dropped
+
+    def put(stack, new):
+        written = stack.at[layer, rows, slots].set(new.astype(stack.dtype), mode="drop", unique_indices=True)
+        # Or else XLA turns the whole cache around before the layers and back after them, once per token.
+        return with_layout_constraint(written, Layout(tuple(range(stack.ndim))))
+
+    return Cache(put(cache.keys, k), put(cache.values, v))

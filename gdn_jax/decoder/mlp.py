@@ -1,0 +1,24 @@
+"""The gated MLP, y = W_down (silu(W_gate x) · W_up x)."""
+
+import jax
+
+from gdn_jax.axes import Array, Float32, Int32
+from gdn_jax.decoder.weights import MlpWeights
+from gdn_jax.fence import fence
+from gdn_jax.ops import project, project_many
+
+__all__ = ["mlp_step"]
+
+
+def mlp_step(
+    w: MlpWeights,
+    x: Float32[Array, "B D"],
+    *,
+    layer: Int32[Array, ""],
+    precision: str,
+    implementation: str | None,
+) -> Float32[Array, "B D"]:
+    """MLP `layer` of the stack: x [B, D] -> y [B, D]."""
+    gate, up = fence(project_many((w.gate, w.up), x, precision=precision, implementation=implementation, layer=layer))
+    inner = fence(jax.nn.silu(gate) * up)
+    return fence(project(w.down, inner, precision=precision, implementation=implementation, layer=layer))
