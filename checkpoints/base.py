@@ -4,12 +4,12 @@ import abc
 import logging
 from collections.abc import Mapping, Sequence
 from types import TracebackType
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple, NoReturn, Self
 
 import numpy as np
 
 from checkpoints.errors import CheckpointError
-from checkpoints.q4_blocks import Q4Codes
+from checkpoints.q4_blocks import Q4Codes, Q4Words, pack_words
 
 __all__ = ["Checkpoint", "TensorInfo"]
 
@@ -75,11 +75,23 @@ class Checkpoint(abc.ABC):
     def read_q4(self, name: str) -> Q4Codes:
         """The tensor `name` as int8 codes [N, I] and float16 scales [N, I/32], as stored, where it is stored in 4 bits.
 
-        `info(name).dtype` is then "Q4_0".
+        `info(name).dtype` is then "Q4_0". Experts that share a tensor are codes [E, N, I] and scales [E, N, I/32].
 
         Raises:
             CheckpointError: as `read`, or the tensor is stored in another type.
         """
+        return self._refuse_q4(name)
+
+    def read_words(self, name: str) -> Q4Words:
+        """`read_q4` with the codes as device words, uint32 [N, I/8].
+
+        Raises:
+            CheckpointError: as `read_q4`.
+        """
+        codes, scales = self.read_q4(name)
+        return Q4Words(pack_words(codes), scales)
+
+    def _refuse_q4(self, name: str) -> NoReturn:
         raise CheckpointError(f"{self.source}: tensor {name!r} is stored as {self.info(name).dtype}, not in 4 bits")
 
     @abc.abstractmethod

@@ -13,8 +13,9 @@ import numpy as np
 
 from checkpoints.errors import CheckpointError
 from checkpoints.hf_config import gdn_dims, gdn_layers
+from checkpoints.settings import Settings
 
-__all__ = ["ARCHITECTURES", "WRITTEN", "Architecture", "Settings", "hf_text_config", "metadata_of"]
+__all__ = ["ARCHITECTURES", "WRITTEN", "Architecture", "hf_text_config", "metadata_of"]
 
 # Tables are built per layer and expert, so these counts must not be left to a damaged or hostile file.
 _MAX_LAYERS = 1 << 12
@@ -25,9 +26,6 @@ _ROUTER = "blk.0.ffn_gate_inp.weight"
 # What programs of this format take for granted where a file does not say.
 _FULL_ATTENTION_INTERVAL = 4
 _ROPE_BASE = 10000.0
-
-
-_LEAST_FLOAT, _GREATEST_FLOAT = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
 
 
 class Architecture(NamedTuple):
@@ -45,50 +43,6 @@ ARCHITECTURES = {
 
 WRITTEN = "qwen35"
 """The architecture of the files that are written here."""
-
-
-class Settings:
-    """Checked access to a mapping of settings whose keys all start with `prefix`."""
-
-    def __init__(self, values: Mapping[str, Any], prefix: str = ""):
-        self._values = values
-        self._prefix = prefix
-
-    def __contains__(self, key: str) -> bool:
-        return self._prefix + key in self._values
-
-    def size(self, key: str, default: int | None = None, least: int = 1) -> int:
-        """An integer of at least `least`. Given per layer, it must be the same wherever it is not 0."""
-        value = self.value(key, default)
-        if isinstance(value, np.ndarray):
-            value = self._common(key, value)
-        if type(value) is not int or value < least:
-            raise self.error(key, f"must be an integer of at least {least}, got {value!r:.80}")
-        return value
-
-    def number(self, key: str, default: float | None = None) -> float:
-        """A positive number that float32, the format's own width, holds without overflow or loss of digits."""
-        value = self.value(key, default)
-        if type(value) not in (int, float) or not _LEAST_FLOAT <= value <= _GREATEST_FLOAT:
-            raise self.error(key, f"must be a positive number within float32's range, got {value!r:.80}")
-        return float(value)
-
-    def value(self, key: str, default: Any = None) -> Any:
-        """Whatever is there, else `default`; a key without a default must be there."""
-        value = self._values.get(self._prefix + key, default)
-        if value is None:
-            raise self.error(key, "is missing and has no safe default")
-        return value
-
-    def error(self, key: str, problem: str) -> CheckpointError:
-        """The error that says what is wrong with `key`."""
-        return CheckpointError(f"{self._prefix}{key} {problem}")
-
-    def _common(self, key: str, values: np.ndarray) -> Any:
-        distinct = np.unique(values[values != 0])
-        if len(distinct) > 1:
-            raise self.error(key, f"differs between layers ({distinct[:4].tolist()}), which is not supported")
-        return distinct[0].item() if len(distinct) else 0
 
 
 def hf_text_config(

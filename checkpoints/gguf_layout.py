@@ -26,11 +26,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from checkpoints.errors import CheckpointError
-from checkpoints.gguf_config import Settings
 from checkpoints.hf_config import GdnDims, gdn_dims, gdn_layers
 from checkpoints.interleave import deinterleaved_rows, interleaved_shapes
 from checkpoints.names import gdn_shapes
 from checkpoints.q4_blocks import GROUP
+from checkpoints.settings import Settings
 
 __all__ = ["Part", "canonical_parts"]
 

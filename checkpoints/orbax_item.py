@@ -1,7 +1,7 @@
 """One item of a converted checkpoint: an Orbax directory that holds a few named tensors as plain arrays.
 
-A dense tensor is one array under its name. A Q4_0 tensor is a dictionary of two: `codes` uint32 [N, I/8], the device
-words of `q4_blocks`, and `scales` float16 [N, I/32]; together 4.5 bits per weight. An array of more than 128 MiB is a
+A dense tensor is one array under its name. A Q4_0 tensor is a dictionary of two: `codes` uint32 [..., N, I/8], the
+device words of `q4_blocks`, and `scales` float16 [..., N, I/32]; together 4.5 bits per weight. An array of more than 128 MiB is a
 dictionary of blocks of its rows, `rows0`, `rows1` and so on, which are read one by one: reading one array takes up to
 twice its memory. Nothing is compressed: weights barely shrink, and it would double the time.
 
@@ -24,7 +24,7 @@ import numpy as np
 
 from checkpoints.base import TensorInfo
 from checkpoints.errors import CheckpointError
-from checkpoints.q4_blocks import GROUP, Q4Codes, check_codes, pack_words, unpack_words
+from checkpoints.q4_blocks import CODES_PER_WORD, GROUP, Q4Codes, Q4Words, check_codes, pack_words
 from checkpoints.safetensors_file import DTYPES
 from checkpoints.strict_json import read_json
 
@@ -33,6 +33,7 @@ __all__ = [
     "Q4_0",
     "Arrays",
     "OrbaxItem",
+    "Value",
     "arrays_of",
     "content_hash",
     "info_of",
@@ -42,6 +43,9 @@ __all__ = [
 
 Q4_0 = "Q4_0"
 DENSE_DTYPES = {dtype.name: dtype for dtype in DTYPES.values()}
+
+Value = np.ndarray | Q4Codes | Q4Words
+"""A tensor to store."""
 
 Arrays = dict[str, np.ndarray]
 """What is stored for one tensor: {"": array}, or {"codes": words, "scales": scales}."""
@@ -57,19 +61,22 @@ class _Stored(NamedTuple):
     dtype: np.dtype
 
 
-def info_of(value: np.ndarray | Q4Codes) -> TensorInfo:
+def info_of(value: Value) -> TensorInfo:
     """What `Checkpoint.info` says of a tensor with this value."""
     if isinstance(value, Q4Codes):
         return TensorInfo(value.codes.shape, Q4_0)
-    return TensorInfo(value.shape, value.dtype.name)
+    return TensorInfo(value.shape, Q4_0 if isinstance(value, Q4Words) else value.dtype.name)
 
 
-def arrays_of(value: np.ndarray | Q4Codes) -> Arrays:
+def arrays_of(value: Value) -> Arrays:
     """What is stored for a tensor.
 
     Raises:
         CheckpointError: a dtype that is not stored, or codes and scales that are not the logical form of a matrix.
+            Words are what `pack_words` gave, and are not looked at.
     """
+    if isinstance(value, Q4Words):
+        return {"codes": np.ascontiguousarray(value.words), "scales": np.ascontiguousarray(value.scales)}
     if isinstance(value, Q4Codes):
         try:
             check_codes(*value)
@@ -172,8 +179,8 @@ class OrbaxItem:
                 )
 
 
-def value_of(arrays: Arrays) -> np.ndarray | Q4Codes:
-    """The tensor that `arrays` store: the inverse of `arrays_of`.
+def value_of(arrays: Arrays) -> np.ndarray | Q4Words:
+    """The tensor that `arrays` store: the inverse of `arrays_of`, but for codes, which stay words.
 
     Raises:
         CheckpointError: a scale is infinite or NaN.
@@ -182,7 +189,7 @@ def value_of(arrays: Arrays) -> np.ndarray | Q4Codes:
         return arrays[""]
     if not np.isfinite(arrays["scales"]).all():
         raise CheckpointError("scales must be finite; the tensor is damaged")
-    return Q4Codes(unpack_words(arrays["codes"]), arrays["scales"])
+    return Q4Words(arrays["codes"], arrays["scales"])
 
 
 def _stored(info: TensorInfo) -> dict[str, _Stored]:
@@ -191,7 +198,7 @@ def _stored(info: TensorInfo) -> dict[str, _Stored]:
         return {"": _Stored(info.shape, DENSE_DTYPES[info.dtype])}
     *rows, columns = info.shape
     return {
-        "codes": _Stored((*rows, columns // 8), np.dtype(np.uint32)),
+        "codes": _Stored((*rows, columns // CODES_PER_WORD), np.dtype(np.uint32)),
         "scales": _Stored((*rows, columns // GROUP), np.dtype(np.float16)),
     }
 

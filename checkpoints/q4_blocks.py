@@ -27,9 +27,11 @@ import numpy as np
 from checkpoints.errors import CheckpointError
 
 __all__ = [
+    "CODES_PER_WORD",
     "GROUP",
     "TILE_ROWS",
     "Q4Codes",
+    "Q4Words",
     "check_codes",
     "pack_q4_0",
     "pack_tiles",
@@ -41,6 +43,9 @@ __all__ = [
 
 GROUP = 32
 """Columns that share one scale."""
+
+CODES_PER_WORD = 8
+"""Columns in one device word."""
 
 TILE_ROWS = 4
 """Rows that share one raw-q4 tile."""
@@ -66,6 +71,20 @@ class Q4Codes(NamedTuple):
     """int8 [..., N, I], each in -8 … 7."""
     scales: np.ndarray
     """float16 [..., N, I/32], finite."""
+
+
+class Q4Words(NamedTuple):
+    """The same matrix with two codes to a byte, as a device holds it: half the memory."""
+
+    words: np.ndarray
+    """uint32 [..., N, I/8]; see `pack_words`."""
+    scales: np.ndarray
+    """float16 [..., N, I/32], finite."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """[..., N, I], the shape of the matrix."""
+        return (*self.words.shape[:-1], self.words.shape[-1] * CODES_PER_WORD)
 
 
 def check_codes(codes: np.ndarray, scales: np.ndarray) -> None:
@@ -189,7 +208,7 @@ def unpack_words(words: np.ndarray) -> np.ndarray:
     Raises:
         ValueError: I is not a multiple of 32.
     """
-    groups = _groups(words.shape[-1] * 8)
+    groups = _groups(words.shape[-1] * CODES_PER_WORD)
     nibbles = np.ascontiguousarray(words, "<u4").view(np.uint8).reshape(*words.shape[:-1], groups, GROUP // 2)
     return _unpack_nibbles(nibbles)
 

@@ -20,7 +20,7 @@ import numpy as np
 from checkpoints.base import Checkpoint, TensorInfo
 from checkpoints.errors import CheckpointError
 from checkpoints.orbax_item import OrbaxItem, content_hash, value_of
-from checkpoints.q4_blocks import GROUP, Q4Codes
+from checkpoints.q4_blocks import GROUP, Q4Codes, Q4Words, unpack_words
 from checkpoints.store_manifest import MANIFEST_FILE, Manifest, Record, item_infos
 from checkpoints.strict_json import MAX_JSON_BYTES
 
@@ -62,12 +62,16 @@ class StoreCheckpoint(Checkpoint):
     @override
     def read(self, name: str) -> np.ndarray:
         value = self._value(name)
-        return _dequantized(value) if isinstance(value, Q4Codes) else value
+        return _dequantized(_codes(value)) if isinstance(value, Q4Words) else value
 
     @override
     def read_q4(self, name: str) -> Q4Codes:
+        return _codes(self.read_words(name))
+
+    @override
+    def read_words(self, name: str) -> Q4Words:
         value = self._value(name)
-        return value if isinstance(value, Q4Codes) else super().read_q4(name)
+        return value if isinstance(value, Q4Words) else self._refuse_q4(name)
 
     def check(self, name: str) -> None:
         """Compare the content of the tensor `name` with its hash.
@@ -82,7 +86,7 @@ class StoreCheckpoint(Checkpoint):
         self._items.clear()
         self._closed = True
 
-    def _value(self, name: str) -> np.ndarray | Q4Codes:
+    def _value(self, name: str) -> np.ndarray | Q4Words:
         record = self._record(name)
         if self._closed:
             raise CheckpointError(f"{self.source}: the checkpoint is closed, so {name!r} cannot be read")
@@ -119,7 +123,7 @@ def open_store(path: str | os.PathLike[str]) -> StoreCheckpoint:
     return StoreCheckpoint(folder, Manifest.decoded(data, str(file)))
 
 
-def read_tensor(item: OrbaxItem, name: str, sha256: str) -> np.ndarray | Q4Codes:
+def read_tensor(item: OrbaxItem, name: str, sha256: str) -> np.ndarray | Q4Words:
     """The tensor `name` of `item`, whose content must have the hash `sha256`.
 
     Raises:
@@ -134,8 +138,12 @@ def read_tensor(item: OrbaxItem, name: str, sha256: str) -> np.ndarray | Q4Codes
         raise CheckpointError(f"{item.path}: tensor {name!r}: {error}") from None
 
 
+def _codes(q4: Q4Words) -> Q4Codes:
+    return Q4Codes(unpack_words(q4.words), q4.scales)
+
+
 def _dequantized(q4: Q4Codes) -> np.ndarray:
-    """code · scale as float32 [N, I], exact; in place, because the matrix may be as large as memory allows."""
+    """code · scale as float32 [..., N, I], exact; in place, because the matrix may be as large as memory allows."""
     weights = q4.codes.astype(np.float32)
     groups = weights.reshape(*q4.scales.shape, GROUP)
     groups *= q4.scales.astype(np.float32)[..., None]

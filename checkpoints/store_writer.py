@@ -21,8 +21,7 @@ import numpy as np
 from checkpoints.base import TensorInfo
 from checkpoints.errors import CheckpointError
 from checkpoints.names import listed
-from checkpoints.orbax_item import Arrays, OrbaxItem, arrays_of, content_hash, info_of, save_item
-from checkpoints.q4_blocks import Q4Codes
+from checkpoints.orbax_item import Arrays, OrbaxItem, Value, arrays_of, content_hash, info_of, save_item
 from checkpoints.store import ITEMS_FOLDER, read_tensor
 from checkpoints.store_manifest import MANIFEST_FILE, Manifest, Record
 from checkpoints.strict_json import json_object
@@ -189,7 +188,7 @@ class ItemBuilder:
         self.arrays: dict[str, Arrays] = {}
         self.records: dict[str, Record] = {}
 
-    def put(self, name: str, value: np.ndarray | Q4Codes, quantisation: Mapping[str, float] | None = None) -> None:
+    def put(self, name: str, value: Value, quantisation: Mapping[str, float] | None = None) -> None:
         """Add one tensor; `quantisation` says what quantising it cost, and goes into its record.
 
         Raises:

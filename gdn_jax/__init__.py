@@ -48,6 +48,18 @@ _HOME = {
     "trace": "taps",
     "history_from_window": "conv",
     "implementation_report": "ops",
+    "DECODERS": "decoder.config",
+    "DecoderConfig": "decoder.config",
+    "DecoderWeights": "decoder.weights",
+    "load_decoder": "decoder.weights",
+    "DecoderState": "decoder.state",
+    "init_decoder_state": "decoder.state",
+    "decode_step": "decoder.model",
+    "prefill_tokens": "decoder.model",
+    "SamplingParams": "decoder.sample",
+    "Decoder": "decoder.decoder",
+    "GenerateResult": "decoder.decoder",
+    "Conversation": "decoder.conversation",
 }
 """Public name -> the module that defines it."""
 
@@ -57,6 +69,13 @@ if TYPE_CHECKING:
     from gdn_jax import errors
     from gdn_jax.config import GEOMETRIES, GdnConfig, Geometry
     from gdn_jax.conv import history_from_window
+    from gdn_jax.decoder.config import DECODERS, DecoderConfig
+    from gdn_jax.decoder.conversation import Conversation
+    from gdn_jax.decoder.decoder import Decoder, GenerateResult
+    from gdn_jax.decoder.model import decode_step, prefill_tokens
+    from gdn_jax.decoder.sample import SamplingParams
+    from gdn_jax.decoder.state import DecoderState, init_decoder_state
+    from gdn_jax.decoder.weights import DecoderWeights, load_decoder
     from gdn_jax.layer import scan, step
     from gdn_jax.limbs import q4_matvec, split_limbs
     from gdn_jax.ops import implementation_report

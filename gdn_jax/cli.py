@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from gdn_jax.arguments import positive
 from gdn_jax.errors import GdnError
 
 __all__ = ["main"]
@@ -37,6 +38,7 @@ def _parser() -> argparse.ArgumentParser:
 
     parser = argparse.ArgumentParser(prog="gdn", description="Gated DeltaNet in JAX, with evidence for every number.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    _add_budget(commands)
     _add_check(commands)
     _add_convert(commands)
     _add_info(commands)
@@ -44,6 +46,29 @@ def _parser() -> argparse.ArgumentParser:
     bench.add_parser(commands)
     decoder.add_parser(commands)
     return parser
+
+
+def _add_budget(commands) -> None:
+    budget = commands.add_parser(
+        "budget",
+        help="device memory of a whole model, part by part, and which cards hold it",
+        description=(
+            "Nothing is loaded: bytes come from the shapes of weights and state. The workspace is an estimate from "
+            "above. With --card the exit status says whether it fits."
+        ),
+    )
+    subject = budget.add_mutually_exclusive_group()
+    subject.add_argument("--geometry", default="qwen3.5-27b", help="a published model (default qwen3.5-27b)")
+    subject.add_argument("--model", type=Path, metavar="PATH", help="a checkpoint")
+    budget.add_argument("--tier", choices=("f32", "bf16", "q4"), default="q4", help="form of the weights (default q4)")
+    budget.add_argument(
+        "--context", type=positive, default=4096, metavar="N", help="tokens of a sequence (default 4096)"
+    )
+    budget.add_argument("--batch", type=positive, default=1, metavar="B", help="sequences at once (default 1)")
+    budget.add_argument("--kv", choices=("float32", "bfloat16"), default="float32", help="type of keys and values")
+    budget.add_argument("--card", metavar="CARD", help="a name such as H200, auto (the device here), or bytes: 24GB")
+    budget.add_argument("--json", action="store_true", help="one JSON object instead of tables")
+    budget.set_defaults(run=_budget)
 
 
 def _add_check(commands) -> None:
@@ -56,8 +81,8 @@ def _add_check(commands) -> None:
     subject.add_argument("--geometry", help="a published geometry (see gdn info), or D,G,H,K,V,W as integers")
     subject.add_argument("--model", type=Path, metavar="PATH", help="a checkpoint; one of its GDN layers is checked")
     check.add_argument("--layer", type=int, default=0, help="with --model: GDN layer, counted from 0 (default 0)")
-    check.add_argument("--tokens", type=_positive, default=5, metavar="T", help="length of the sequence (default 5)")
-    check.add_argument("--batch", type=_positive, default=1, metavar="B", help="sequences at once (default 1)")
+    check.add_argument("--tokens", type=positive, default=5, metavar="T", help="length of the sequence (default 5)")
+    check.add_argument("--batch", type=positive, default=1, metavar="B", help="sequences at once (default 1)")
     check.add_argument("--inputs", choices=("gaussian", "heavy", "uniform"), default="gaussian", help="distribution")
     check.add_argument("--tier", choices=("f32", "q4"), default="f32", help="form of the large projections")
     check.add_argument("--quantiser", choices=_QUANTISERS, default="absmax", help="with --tier q4 (default absmax)")
@@ -108,7 +133,7 @@ def _add_trace(commands) -> None:
     subject.add_argument("--geometry", default="qwen3.5-27b", help="a published geometry, or D,G,H,K,V,W (default 27b)")
     subject.add_argument("--model", type=Path, metavar="PATH", help="a checkpoint; its stored 4-bit codes are kept")
     trace.add_argument("--layers", type=_layers, default=(0,), metavar="I[,J…]", help="GDN layers, from 0 (default 0)")
-    trace.add_argument("--tokens", type=_positive, default=16, metavar="T", help="length of the sequence (default 16)")
+    trace.add_argument("--tokens", type=positive, default=16, metavar="T", help="length of the sequence (default 16)")
     inputs = trace.add_mutually_exclusive_group()
     inputs.add_argument("--inputs", choices=("gaussian", "heavy", "uniform"), default="heavy", help="distribution")
     inputs.add_argument("--activations", type=Path, metavar="FILE", help=".npy, float32 [T, B, D]: recorded inputs")
@@ -116,6 +141,25 @@ def _add_trace(commands) -> None:
     trace.add_argument("--stack", type=int, default=0, metavar="N", help="also the growth through N layers")
     trace.add_argument("--json", action="store_true", help="one JSON object instead of tables")
     trace.set_defaults(run=_trace)
+
+
+def _budget(options: argparse.Namespace) -> int:
+    # Asking a device for its memory must not take that memory.
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    from gdn_jax import memory
+    from gdn_jax.evidence.report import Section
+
+    cfg, longest = memory.of_checkpoint(options.model) if options.model else memory.published(options.geometry)
+    if longest is not None and options.context > longest:
+        print(
+            f"warning: context {options.context} is beyond the {longest} tokens that the model was made for "
+            "(max_position_embeddings)",
+            file=sys.stderr,
+        )
+    load = memory.Load(cfg=cfg, tier=options.tier, batch=options.batch, context=options.context, kv_dtype=options.kv)
+    chosen = None if options.card is None else memory.card(options.card)
+    sections = (Section(*table) for table in memory.tables(load, chosen, longest))
+    return _show("budget", sections, as_json=options.json)
 
 
 def _check(options: argparse.Namespace) -> int:
@@ -233,12 +277,6 @@ def _layers(text: str) -> tuple[int, ...]:
     if not all(part.isdecimal() for part in parts):
         raise argparse.ArgumentTypeError(f"must be layer numbers such as 0 or 0,3,47, got {text!r}")
     return tuple(map(int, parts))
-
-
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"must be an integer of at least 1, got {text!r}")
-    return int(text)
 
 
 if __name__ == "__main__":

@@ -1,12 +1,12 @@
 """Configurations: frozen, hashable values that hold exactly what changes the result."""
 
 import dataclasses
-import operator
 from collections.abc import Mapping
 from typing import Any
 
 from checkpoints.errors import CheckpointError
 from checkpoints.hf_config import gdn_dims, text_config
+from gdn_jax.integers import positive_int
 
 __all__ = ["GEOMETRIES", "GdnConfig", "Geometry"]
 
@@ -37,7 +37,7 @@ class GdnConfig:
 
     def __post_init__(self):
         for field in ("hidden", "key_heads", "value_heads", "key_dim", "value_dim", "conv_width"):
-            object.__setattr__(self, field, _positive_int(field, getattr(self, field)))
+            object.__setattr__(self, field, positive_int(field, getattr(self, field)))
         object.__setattr__(self, "norm_eps", _epsilon(self.norm_eps))
         if self.value_heads % self.key_heads:
             raise ValueError(
@@ -92,18 +92,6 @@ class GdnConfig:
     def conv_channels(self) -> int:
         """C = 2·G·K + H·V, the size of the convolution's input."""
         return 2 * self.key_channels + self.value_channels
-
-
-def _positive_int(name: str, value: Any) -> int:
-    if isinstance(value, bool):
-        raise TypeError(f"{name} must be an integer, got {value!r}")
-    try:
-        number = operator.index(value)
-    except TypeError:
-        raise TypeError(f"{name} must be an integer, got {value!r}") from None
-    if number < 1:
-        raise ValueError(f"{name} must be at least 1, got {number}")
-    return number
 
 
 def _epsilon(value: Any) -> float:

@@ -29,7 +29,7 @@ def advance_in_place(
     weight_layer: Int32[Array, ""],
     state: GdnState,
     layer: Int32[Array, ""],
-    x: Float32[Array, "B D"],
+    x: Float32[Array, "B D"] | ops.Activations,
     active: Any,
     cfg: GdnConfig,
     precision: str,
@@ -84,7 +84,7 @@ def advance_in_place(
 def _input_half(stack, slot, weight_layer, state, layer, x, active, cfg, precision, implementation, keep) -> Inner:
     """Steps 1 and 2 with the whole stacked history: in one launch where the kernel takes them."""
     large = stack.layers.large
-    choice = ops.choose_layer_input(large.qkv, large.z, x.shape[0], precision, implementation)
+    choice = ops.choose_layer_input(large.qkv, large.z, state.batch, precision, implementation)
     if choice.implementation == "xla":
         return _input_half_by_xla(stack, slot, weight_layer, state, layer, x, active, cfg, precision, implementation)
     with jax.named_scope("project_in"):

@@ -10,10 +10,11 @@ import numpy as np
 from gdn_jax.axes import Active, Array, Float32
 from gdn_jax.border import Weights, check_active, check_request
 from gdn_jax.config import GdnConfig
+from gdn_jax.ops import Activations
 from gdn_jax.slot import run_on_slot
 from gdn_jax.state import GdnState
 
-__all__ = ["scan", "step"]
+__all__ = ["scan", "step", "unchecked_step"]
 
 
 @typing.no_type_check
@@ -62,7 +63,7 @@ def step(
     """
     check_request(w, state, x, "B D", cfg, layer, precision, implementation)
     active = check_active(active, (state.batch,))
-    return _step(w, state, x, cfg, layer, active, precision, implementation)
+    return unchecked_step(w, state, x, cfg, layer, active, precision, implementation)
 
 
 @typing.no_type_check
@@ -92,16 +93,18 @@ def scan(
     return _scan(w, state, xs, cfg, layer, active, precision, implementation)
 
 
-def _step(
+def unchecked_step(
     w: Any,
     state: GdnState,
-    x: Float32[Array, "B D"],
+    x: Float32[Array, "B D"] | Activations,
     cfg: GdnConfig,
     layer: Any,
     active: Active | None,
     precision: str,
     implementation: str | None,
 ) -> tuple[Float32[Array, "B D"], GdnState]:
+    """`step` without its checks, for callers within the library that have made them; x may come with its limbs."""
+
     def one(slot, x, active):
         carry, stages = slot.advance(slot.carry, x, active)
         return slot.finish(carry, stages.out)

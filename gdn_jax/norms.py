@@ -1,11 +1,11 @@
-"""The two normalisations inside a GDN layer."""
+"""The normalisations: two inside a GDN layer, and the RMSNorm of the text model outside of it."""
 
 import jax
 import jax.numpy as jnp
 
 from gdn_jax.axes import Array, Float32
 
-__all__ = ["QK_EPS", "gated_rms_norm", "l2_normalise"]
+__all__ = ["QK_EPS", "gated_rms_norm", "l2_normalise", "rms_norm"]
 
 QK_EPS = 1e-6
 """Epsilon of the q/k normalisation: a constant of the model family, not the configuration's `rms_norm_eps`."""
@@ -28,3 +28,12 @@ def gated_rms_norm(
     """
     scale = jax.lax.rsqrt(jnp.mean(o * o, axis=-1, keepdims=True) + jnp.float32(eps))
     return o * scale * jnp.broadcast_to(weight, o.shape) * jax.nn.silu(z)
+
+
+def rms_norm(x: Float32[Array, "... D"], weight: Float32[Array, "D"], eps: float) -> Float32[Array, "... D"]:
+    """x · rsqrt(mean(x²) + eps) · (1 + w) over the last axis.
+
+    The weight is stored less 1, where that of the norm inside a GDN layer is stored whole.
+    """
+    scale = jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + jnp.float32(eps))
+    return x * scale * jnp.broadcast_to(1 + weight, x.shape)

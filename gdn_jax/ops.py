@@ -17,9 +17,10 @@ from jax import lax
 from gdn_jax import delta, linear
 from gdn_jax.axes import Active, Array, Float32, Int8, Int32
 from gdn_jax.errors import UnsupportedError
+from gdn_jax.fence import fence
 from gdn_jax.gates import log_decay, write_strength
 from gdn_jax.limbs import LIMBS, group_digits, q4_matvec
-from gdn_jax.norms import QK_EPS
+from gdn_jax.norms import QK_EPS, rms_norm
 from gdn_jax.q4 import Q4Tensor
 from pallas_kernels import delta_step as delta_kernels
 from pallas_kernels import limbs as limb_kernels
@@ -33,7 +34,9 @@ __all__ = [
     "IMPLEMENTATIONS",
     "OPERATIONS",
     "PRECISIONS",
+    "Activations",
     "Choice",
+    "add_and_norm",
     "bandwidth_copy",
     "bandwidth_read",
     "check_implementation",
@@ -45,11 +48,14 @@ __all__ = [
     "choose_product",
     "delta_layer",
     "delta_step",
+    "dense",
+    "elementwise",
     "implementation_report",
     "layer_input",
     "project",
     "project_limbs",
     "project_many",
+    "with_limbs",
 ]
 
 IMPLEMENTATIONS = ("xla", "mosaic", "triton", "interpret")
@@ -58,6 +64,17 @@ PRECISIONS = {"f32": ("exact",), "q4": ("exact", "q8")}
 OPERATIONS = ("project", "layer_input", "delta_layer")
 
 type Matrix = Array | Q4Tensor
+
+
+class Activations(NamedTuple):
+    """The x of a product as kernels take it, made once by the operation that x comes from."""
+
+    x: Any
+    """float32 [B, I]; None where all products with it are of 4-bit matrices."""
+    digits: Array
+    """Limbs of x, int8 [limbs, B, I] …"""
+    scales: Array
+    """… and their scales, float32 [B, I/32]."""
 
 
 class Choice(NamedTuple):
@@ -140,7 +157,7 @@ def check_precision(precision: str, tier: str) -> None:
 
 def project(
     w: Matrix,
-    x: Float32[Array, "B I"],
+    x: Float32[Array, "B I"] | Activations,
     *,
     precision: str = "exact",
     implementation: str | None = None,
@@ -153,7 +170,7 @@ def project(
 
 def project_many(
     matrices: Sequence[Matrix],
-    x: Float32[Array, "B I"],
+    x: Float32[Array, "B I"] | Activations,
     *,
     precision: str = "exact",
     implementation: str | None = None,
@@ -162,19 +179,89 @@ def project_many(
     """y_m = W_m x for matrices of one input, all [O_m, I], or all stacked [L, O_m, I] with `layer` naming which.
 
     Matrices in float32 or bfloat16 are multiplied in float32 by `linear.project`, whatever the implementation. 4-bit
-    matrices go to the kernel in one launch, which reads their layer in place, or to `limbs.q4_matvec`.
+    matrices go to the kernel in one launch, which reads their layer in place, or to `limbs.q4_matvec`. x may come with
+    its limbs from the operation that made it.
 
     Raises:
         UnsupportedError: a named implementation that cannot do it.
     """
+    shape = x.digits.shape[1:] if isinstance(x, Activations) else x.shape
     packed = [w for w in matrices if isinstance(w, Q4Tensor)]
-    choice = choose_product(packed, x.shape, precision, implementation) if packed else None
+    choice = choose_product(packed, shape, precision, implementation) if packed else None
     if choice is None or choice.implementation == "xla":
-        return tuple(_project_by_xla(_taken(w, layer), x, precision) for w in matrices)
-    products = iter(_project_by_kernel(packed, x, precision, layer, choice.implementation))
+        return tuple(_project_by_xla(_taken(w, layer), dense(x), precision) for w in matrices)
+    made = with_limbs(x, precision, interpret=choice.implementation == "interpret")
+    products = iter(_products(packed, made.digits, made.scales, layer, choice.implementation))
     return tuple(
-        next(products) if isinstance(w, Q4Tensor) else _project_by_xla(_taken(w, layer), x, precision) for w in matrices
+        next(products) if isinstance(w, Q4Tensor) else _project_by_xla(_taken(w, layer), dense(x), precision)
+        for w in matrices
     )
+
+
+def elementwise(
+    function: Callable[..., Array],
+    *inputs: Float32[Array, "B I"],
+    consumers: Sequence[Matrix],
+    precision: str,
+    implementation: str | None,
+) -> Array | Activations:
+    """x = function(*inputs), element by element, for products with `consumers`: with limbs where kernels take those."""
+    name = _kernel_for(consumers, inputs[0].shape, precision, implementation)
+    if name is None or not all(isinstance(w, Q4Tensor) for w in consumers):
+        return fence(function(*inputs))
+    limbs = LIMBS[precision]
+    made = limb_kernels.split_rows(inputs, function, _splitter(limbs), limbs=limbs, interpret=name == "interpret")
+    return Activations(None, *made)
+
+
+def add_and_norm(
+    x: Float32[Array, "B D"],
+    y: Float32[Array, "B D"],
+    weight: Float32[Array, "Lw D"],
+    layer: Int32[Array, ""],
+    eps: float,
+    *,
+    consumers: Sequence[Matrix],
+    precision: str,
+    implementation: str | None,
+) -> tuple[Float32[Array, "B D"], Array | Activations]:
+    """x + y, and its RMSNorm for products with `consumers`: with limbs where kernels take those."""
+    name = _kernel_for(consumers, x.shape, precision, implementation)
+    if name is None or x.shape[1] > limb_kernels.MAX_NORM_COLUMNS:
+        total = fence(x + y)
+        return total, fence(rms_norm(total, lax.dynamic_index_in_dim(weight, layer, 0, keepdims=False), eps))
+    made = limb_kernels.norm_rows(
+        x,
+        y,
+        weight,
+        _index(layer),
+        _splitter(LIMBS[precision]),
+        limbs=LIMBS[precision],
+        eps=eps,
+        interpret=name == "interpret",
+    )
+    return made.total, Activations(made.h, made.digits, made.x_scales)
+
+
+def dense(x: Array | Activations) -> Array:
+    """x itself, with or without its limbs."""
+    return x.x if isinstance(x, Activations) else x
+
+
+def _kernel_for(consumers, x_shape, precision, implementation) -> str | None:
+    """The kernel that will multiply the 4-bit matrices among the consumers of an x; None without one."""
+    packed = [w for w in consumers if isinstance(w, Q4Tensor)]
+    name = choose_product(packed, x_shape, precision, implementation).implementation if packed else "xla"
+    return None if name == "xla" else name
+
+
+def with_limbs(x: Array | Activations, precision: str, *, interpret: bool) -> Activations:
+    """x with its limbs, made here in one launch unless it came with them."""
+    if isinstance(x, Activations):
+        return x
+    limbs = LIMBS[precision]
+    digits, scales = limb_kernels.split_rows((x,), lambda x: x, _splitter(limbs), limbs=limbs, interpret=interpret)
+    return Activations(x, digits, scales)
 
 
 def choose_product(
@@ -206,12 +293,6 @@ def _taken(w: Matrix, layer: Array | None) -> Matrix:
     if layer is None:
         return w
     return jax.tree.map(lambda leaf: lax.dynamic_index_in_dim(leaf, layer, 0, keepdims=False), w)
-
-
-def _project_by_kernel(matrices, x, precision, layer, implementation) -> tuple[Array, ...]:
-    """4-bit products; the limbs of x are made once for all matrices."""
-    digits, scales = split_activations(x, LIMBS[precision], interpret=implementation == "interpret")
-    return _products(matrices, digits, scales, layer, implementation)
 
 
 def _products(matrices, digits, scales, layer, implementation) -> tuple[Array, ...]:
@@ -257,7 +338,7 @@ def layer_input(
     weight_layer: Int32[Array, ""],
     history: Float32[Array, "L B P C"],
     layer: Int32[Array, ""],
-    x: Float32[Array, "B D"],
+    x: Float32[Array, "B D"] | Activations,
     *,
     active: Active | None,
     precision: str,
@@ -265,14 +346,14 @@ def layer_input(
     interpret: bool,
 ) -> LayerInput:
     """Gates, projections and convolution of one layer of w (stacked `GdnWeights`), the history in place."""
-    digits, scales = split_activations(x, LIMBS[precision], interpret=interpret)
+    made = with_limbs(x, precision, interpret=interpret)
     qkv, z = ((matrix.codes, matrix.scales) for matrix in (w.large.qkv, w.large.z))
     return project_in.project_in(
         project_in.InputWeights(qkv, z, b=w.b, a=w.a, conv=w.conv, dt_bias=w.dt_bias, A_log=w.A_log),
         history,
-        x,
-        digits,
-        scales,
+        made.x,
+        made.digits,
+        made.scales,
         layer=_index(layer),
         weight_layer=_index(weight_layer),
         gates=project_in.Gates(beta=write_strength, g=log_decay),
@@ -323,11 +404,6 @@ def delta_layer(
         keep=keep,
         interpret=interpret,
     )
-
-
-def split_activations(x: Float32[Array, "B I"], limbs: int, *, interpret: bool) -> tuple[Array, Array]:
-    """`split_limbs` in one launch of a kernel."""
-    return limb_kernels.split_rows((x,), lambda x: x, _splitter(limbs), limbs=limbs, interpret=interpret)
 
 
 def _splitter(limbs: int):

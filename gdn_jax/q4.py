@@ -11,11 +11,13 @@ import numpy as np
 from jax import lax
 from jaxtyping import Float32, Int8, UInt32
 
-from checkpoints.q4_blocks import GROUP, Q4Codes, check_codes, pack_words, unpack_words
+from checkpoints.q4_blocks import CODES_PER_WORD, GROUP, Q4Codes, check_codes, pack_words, unpack_words
 from gdn_jax.axes import Array, Leaf
-from gdn_jax.q4_quantizers import METHODS, quantize_rows, row_chunks
+from gdn_jax.q4_quantizers import METHODS, quantize_rows, quantize_words, row_chunks
+from gdn_jax.threads import map_in_threads
 
 __all__ = [
+    "CODES_PER_WORD",
     "GROUP",
     "METHODS",
     "Q4Tensor",
@@ -24,10 +26,9 @@ __all__ = [
     "quantization_report",
     "quantize",
     "quantize_rows",
+    "quantize_words",
     "unpack_groups",
 ]
-
-CODES_PER_WORD = 8
 
 
 @flax.struct.dataclass
@@ -151,11 +152,13 @@ def quantization_report(w: np.ndarray | jax.Array, q: Q4Tensor) -> QuantReport:
     grouped = (rows, columns // GROUP, GROUP)
     source, codes, scales = w.reshape(grouped), np.asarray(q.codes).reshape(rows, -1), np.asarray(q.scales)
     scales = scales.reshape(grouped[:2])
-    max_error, sums = 0.0, np.zeros(5)
-    for part in row_chunks(rows, columns):
-        part_max, part_sums = _compare(source[part], unpack_words(codes[part]), scales[part])
-        max_error, sums = max(max_error, part_max), sums + part_sums
-    error, norm, zero_codes, zeroed_rows, zeroed_blocks = map(float, sums)
+
+    def work(part: slice) -> tuple[float, np.ndarray]:
+        return _compare(source[part], unpack_words(codes[part]), scales[part])
+
+    largest, sums = zip(*map_in_threads(work, row_chunks(rows, columns)), strict=True)
+    max_error = max(largest)
+    error, norm, zero_codes, zeroed_rows, zeroed_blocks = map(float, sum(sums))  # one after the other: always the same
     return QuantReport(
         max_error=max_error,
         rms_error=math.sqrt(error / w.size),

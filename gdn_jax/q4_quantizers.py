@@ -1,4 +1,4 @@
-"""Rules that turn float weights into 4-bit codes and float16 scales; numpy only, a few rows at a time.
+"""Rules that turn float weights into 4-bit codes and float16 scales; numpy only, a few rows at a time and per core.
 
 A group is 32 consecutive columns of a row, and its dequantised weight is code · scale. Three rules:
 
@@ -19,15 +19,16 @@ A group of zeros gets codes 0 and scale 0 (in q4_0 of either sign, as the refere
 import functools
 import typing
 from collections.abc import Callable, Iterable, Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import ml_dtypes
 import numpy as np
 
-from checkpoints.q4_blocks import GROUP, Q4Codes
+from checkpoints.q4_blocks import CODES_PER_WORD, GROUP, Q4Codes, Q4Words, pack_words
+from gdn_jax.threads import map_in_threads
 
-__all__ = ["METHODS", "quantize_rows", "row_chunks"]
+__all__ = ["METHODS", "quantize_rows", "quantize_words", "row_chunks"]
 
 METHODS = ("absmax", "q4_0", "mse")
 
@@ -56,28 +57,59 @@ def quantize_rows(
     """w [..., I] -> codes int8 [..., I] and scales float16 [..., I/32], by one of the rules of this module.
 
     `w` is float32, or float16 or bfloat16, which widen exactly. `activation_ms` [I], for `"mse"` only, is the mean
-    square activation of each input column. Beyond its result this takes a few megabytes, however large `w` is.
+    square activation of each input column. Beyond its result this takes a few megabytes per core, however large `w` is.
 
     Raises:
         TypeError: `w` is of another type.
         ValueError: an unknown method; I is not a multiple of 32; a weight is infinite or NaN (the message counts them
             and names the first) or too large for a float16 scale; `activation_ms` does not fit.
     """
+    return Q4Codes(*_quantized(w, method, activation_ms, packed=False))
+
+
+@typing.no_type_check
+def quantize_words(
+    w: np.ndarray | jax.Array, method: str = "absmax", *, activation_ms: np.ndarray | jax.Array | None = None
+) -> Q4Words:
+    """`quantize_rows` with the codes as device words: w [..., I] -> uint32 [..., I/8] and float16 [..., I/32].
+
+    Packed as it goes, the codes never stand in memory with a byte each.
+
+    Raises:
+        As `quantize_rows`.
+    """
+    return Q4Words(*_quantized(w, method, activation_ms, packed=True))
+
+
+class _UnfitError(Exception):
+    """No finite scale exists for some group."""
+
+
+def _quantized(w: Any, method: str, activation_ms: Any, *, packed: bool) -> tuple[np.ndarray, np.ndarray]:
+    """Codes [..., I], or words [..., I/8] if `packed`, and scales [..., I/32]."""
     w = np.asarray(w)
     _check_source(w)
-    encode = _encoder(method, w.shape[-1], activation_ms)
-    rows = w.reshape(-1, w.shape[-1])
-    codes = np.empty(rows.shape, np.int8)
-    scales = np.empty((len(rows), w.shape[-1] // GROUP), np.float16)
-    for part in row_chunks(*rows.shape):
+    columns = w.shape[-1]
+    encode = _encoder(method, columns, activation_ms)
+    rows = w.reshape(-1, columns)
+    coded = np.empty((len(rows), columns // CODES_PER_WORD), np.uint32) if packed else np.empty(rows.shape, np.int8)
+    scales = np.empty((len(rows), columns // GROUP), np.float16)
+
+    def work(part: slice) -> None:
         groups = rows[part].astype(np.float32, copy=False).reshape(-1, scales.shape[1], GROUP)
         # A weight that is not finite, or too large, shows in the scale: no separate pass over the weights looks for it.
         with np.errstate(all="ignore"):
-            coded = encode(groups)
-        if not np.isfinite(coded.scales).all():
-            raise ValueError(_unfit(w, method))
-        codes[part], scales[part] = coded.codes.reshape(-1, w.shape[-1]), coded.scales
-    return Q4Codes(codes.reshape(w.shape), scales.reshape(*w.shape[:-1], -1))
+            codes, scales[part] = encode(groups)
+        if not np.isfinite(scales[part]).all():
+            raise _UnfitError
+        codes = codes.reshape(-1, columns)
+        coded[part] = pack_words(codes) if packed else codes
+
+    try:
+        map_in_threads(work, row_chunks(*rows.shape))
+    except _UnfitError:
+        raise ValueError(_unfit(w, method)) from None
+    return coded.reshape(*w.shape[:-1], -1), scales.reshape(*w.shape[:-1], -1)
 
 
 def row_chunks(rows: int, columns: int) -> Iterator[slice]:

@@ -111,8 +111,8 @@ class _Sliced(NamedTuple):
         weights = w.layer(index) if isinstance(w, GdnStack) else w
         carry = tuple(jax.lax.dynamic_index_in_dim(leaf, index, 0, keepdims=False) for leaf in _leaves(state))
 
-        def advance(carry: tuple[Array, Array], x: Array, active: Any) -> tuple[tuple[Array, Array], Stages]:
-            stages = advance_active(weights, *carry, x, active, cfg, precision)
+        def advance(carry: tuple[Array, Array], x: Any, active: Any) -> tuple[tuple[Array, Array], Stages]:
+            stages = advance_active(weights, *carry, ops.dense(x), active, cfg, precision)
             return (stages.s, stages.history), stages
 
         return cls(weights, carry, state, index, in_range, advance)
@@ -153,7 +153,7 @@ class _InPlace(NamedTuple):
         else:
             stack, weight_layer = GdnStack(jax.tree.map(lambda leaf: leaf[None], w)), jnp.int32(0)
 
-        def advance(carry: GdnState, x: Array, active: Any) -> tuple[GdnState, Stages]:
+        def advance(carry: GdnState, x: Any, active: Any) -> tuple[GdnState, Stages]:
             stages, carry = advance_in_place(
                 stack, weight_layer, carry, layer, x, active, cfg, precision, implementation, keep=keep
             )

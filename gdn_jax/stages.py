@@ -16,7 +16,7 @@ from gdn_jax.delta import delta_step
 from gdn_jax.fence import fence
 from gdn_jax.gates import log_decay, write_strength
 from gdn_jax.norms import gated_rms_norm, l2_normalise
-from gdn_jax.ops import project_many
+from gdn_jax.ops import Activations, project_many
 from gdn_jax.weights import GdnWeights
 
 __all__ = ["Inner", "Stages", "advance", "advance_active", "inner_inputs", "keep_inactive"]
@@ -57,7 +57,7 @@ class Inner(NamedTuple):
 def inner_inputs(
     w: GdnWeights,
     history: Float32[Array, "B P C"],
-    x: Float32[Array, "B D"],
+    x: Float32[Array, "B D"] | Activations,
     cfg: GdnConfig,
     precision: str,
     implementation: str | None,

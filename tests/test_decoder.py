@@ -14,7 +14,7 @@ from gdn_jax.decoder.attention import attend, rotate
 from gdn_jax.decoder.config import DECODERS, DecoderConfig, MoeConfig
 from gdn_jax.decoder.model import decode_step
 from gdn_jax.decoder.moe import route
-from gdn_jax.decoder.norm import rms_norm
+from gdn_jax.norms import rms_norm
 from gdn_jax.decoder.state import DecoderState, decoder_state_shapes, init_decoder_state
 from gdn_jax.decoder.weights import abstract_decoder, read_decoder
 from gdn_jax.errors import StateMismatchError, UnsupportedError

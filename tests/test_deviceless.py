@@ -1,4 +1,4 @@
-"""The float32 programs, compiled for an H200 without one: what they copy, alias and keep beside the state."""
+"""Whole programs, compiled for an H200 without one: what they launch, copy, alias and keep beside the state."""
 
 import re
 
@@ -10,15 +10,19 @@ import gdn_jax as gdn
 from gdn_jax.state import state_shapes
 from tests.support.deviceless import compile_for_h200, float_sums
 
-pytestmark = pytest.mark.deviceless
+pytestmark = [
+    pytest.mark.deviceless,
+    pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning"),
+]
 
 GEOMETRY = gdn.GEOMETRIES["qwen3.5-27b"]
 STATIC = ("cfg", "precision", "implementation")
 
 
+@pytest.mark.parametrize("implementation", ["xla", None])
 @pytest.mark.parametrize("name", ["step", "scan"])
 @pytest.mark.parametrize("stacked", [False, True], ids=["one_layer", "stack"])
-def test_donated_program_keeps_the_state_in_place(name, stacked):
+def test_donated_program_keeps_the_state_in_place(name, stacked, implementation):
     layers = 4  # the copies would scale with it; four keep a stack of float32 weights within a card
     cfg = GEOMETRY.cfg
     state = state_shapes(cfg, layers=layers, batch=1)
@@ -27,7 +31,15 @@ def test_donated_program_keeps_the_state_in_place(name, stacked):
     x = jax.ShapeDtypeStruct((1, cfg.hidden) if name == "step" else (5, 1, cfg.hidden), jnp.float32)
     program = jax.jit(getattr(gdn, name), static_argnames=STATIC, donate_argnames=("state",))
 
-    compiled = compile_for_h200(program, weights, state, x, cfg=cfg, layer=jax.ShapeDtypeStruct((), jnp.int32))
+    compiled = compile_for_h200(
+        program,
+        weights,
+        state,
+        x,
+        cfg=cfg,
+        layer=jax.ShapeDtypeStruct((), jnp.int32),
+        implementation=implementation,
+    )
 
     nbytes = sum(gdn.state_nbytes(cfg, layers=layers, batch=1).values())
     one_layer = sum(gdn.state_nbytes(cfg, layers=1, batch=1).values())
@@ -53,15 +65,71 @@ ODD = gdn.GdnConfig(hidden=64, key_heads=3, value_heads=12, key_dim=43, value_di
 @pytest.mark.parametrize("tier", ["f32", "q4"])
 @pytest.mark.parametrize("batch", [1, 3])
 def test_step_scan_and_trace_sum_in_the_same_order(batch, tier):
-    """The programs that promise the same bits sum the same arrays in the same layouts."""
+    """On XLA the programs that promise the same bits sum the same arrays in the same layouts."""
     found = {}
     for name in ("step", "scan", "trace"):
         program = jax.jit(getattr(gdn, name), static_argnames=STATIC)
         x = jax.ShapeDtypeStruct((*((7,) if name == "scan" else ()), batch, ODD.hidden), jnp.float32)
         state = state_shapes(ODD, layers=2, batch=batch)
         layer = jax.ShapeDtypeStruct((), jnp.int32)
+        weights = gdn.abstract(ODD, tier=tier)
         found[name] = float_sums(
-            compile_for_h200(program, gdn.abstract(ODD, tier=tier), state, x, cfg=ODD, layer=layer)
+            compile_for_h200(program, weights, state, x, cfg=ODD, layer=layer, implementation="xla")
         )
     assert len(found["step"]) > 4
     assert found["step"] == found["scan"] == found["trace"]
+
+
+NO_SPILLS = {"xla_gpu_fail_ptx_compilation_on_register_spilling": True}
+LAUNCHES = ("split_rows", "project_in", "delta_layer_step", "q4_gemv")
+
+
+def token_through_layers(stack, state, x, *, cfg, unroll):
+    """One token through every layer of a stack, each layer's input depending on the one before."""
+
+    def layer(carry, index):
+        state, x = carry
+        y, state = gdn.step(stack, state, x, cfg=cfg, layer=index)
+        return (state, x + y), None
+
+    layers = jnp.arange(len(stack), dtype=jnp.int32)
+    (state, x), _ = jax.lax.scan(layer, (state, x), layers, unroll=unroll)
+    return x, state
+
+
+def compile_token(layers, unroll, options):
+    cfg = GEOMETRY.cfg
+    program = jax.jit(
+        token_through_layers, static_argnames=("cfg", "unroll"), donate_argnames="state", compiler_options=options
+    )
+    return compile_for_h200(
+        program,
+        gdn.GdnStack(gdn.abstract(cfg, layers=layers, tier="q4")),
+        state_shapes(cfg, layers=layers, batch=1),
+        jax.ShapeDtypeStruct((1, cfg.hidden), jnp.float32),
+        cfg=cfg,
+        unroll=unroll,
+    )
+
+
+def test_a_4_bit_layer_is_four_launches_that_copy_nothing():
+    """A loop over 48 layers: 4 launches in its body, the state in place, the weights read where they lie."""
+    layers = 48
+    compiled = compile_token(layers, 1, NO_SPILLS)
+    memory = compiled.memory_analysis()
+    assert memory.alias_size_in_bytes == sum(gdn.state_nbytes(GEOMETRY.cfg, layers=layers, batch=1).values())
+    assert memory.temp_size_in_bytes < 2**17
+    text = compiled.as_text()
+    assert text.count(" while(") == 1
+    assert text.count(" custom-call(") == len(LAUNCHES)
+    assert re.findall(r"= \S*\[48,\S* (?:copy|copy-start|fusion|dynamic-slice)\(.*", text) == []
+
+
+def test_layers_unrolled_are_one_command_buffer(tmp_path):
+    layers = 4
+    compile_token(layers, layers, NO_SPILLS | {"xla_dump_to": str(tmp_path)})
+    [thunks] = tmp_path.glob("*thunk_sequence_after_thunk_passes.txt")
+    before, captured = thunks.read_text().split("kCommandBuffer")
+    for kernel in LAUNCHES:
+        assert kernel not in before
+        assert captured.count(kernel) == layers

@@ -18,7 +18,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from gdn_jax.limbs import split_limbs
 from pallas_kernels.q4_gemv import mosaic
 from pallas_kernels.q4_gemv.mosaic import launch_mosaic, mosaic_unsupported
-from pallas_kernels.q4_gemv.tuning import MosaicTile
+from pallas_kernels.q4_gemv.tuning import MOSAIC_TABLE, MosaicTile
 from tests.support.deviceless import compile_for_h200
 from tests.test_kernel_q4_gemv import activations, assert_close, oracle, stack
 
@@ -222,16 +222,30 @@ CUTS += [(8, MosaicTile(32, 2)), (8, MosaicTile(64, 2))]
 @pytest.mark.deviceless
 @pytest.mark.parametrize(("batch", "tile"), CUTS)
 def test_compiled_it_is_one_kernel_that_keeps_to_registers(batch, tile, tmp_path, monkeypatch):
-    monkeypatch.setenv("MOSAIC_GPU_DUMP_TO", str(tmp_path))
-    monkeypatch.setenv("MOSAIC_GPU_DUMP_PTXAS", "1")
-    compiled = compile_for_h200(launch_mosaic, *operands([(4, 5120, 17408)], batch), tile=tile)
+    compiled = compile_without_spills((4, 5120, 17408), batch, 3, tile, tmp_path, monkeypatch)
     assert compiled.memory_analysis().temp_size_in_bytes == 0
     text = compiled.as_text()
     assert text.count(" custom-call(") == 1
     assert "fusion(" not in text
     assert " copy(" not in text
-    [log] = tmp_path.glob("*.ptxas")
+
+
+@pytest.mark.deviceless
+@pytest.mark.parametrize("key", MOSAIC_TABLE, ids=str)
+def test_every_row_of_the_table_keeps_to_registers(key, tmp_path, monkeypatch):
+    """For the largest matrix of the row's bucket."""
+    shape = (1, key.rows, key.columns)
+    compile_without_spills(shape, key.batch, key.limbs, MOSAIC_TABLE[key].tile, tmp_path, monkeypatch)
+
+
+def compile_without_spills(shape, batch, limbs, tile, folder, monkeypatch):
+    """The launch for one matrix [L, N, I], compiled; the assembler's report must show no spills."""
+    monkeypatch.setenv("MOSAIC_GPU_DUMP_TO", str(folder))
+    monkeypatch.setenv("MOSAIC_GPU_DUMP_PTXAS", "1")
+    compiled = compile_for_h200(launch_mosaic, *operands([shape], batch, limbs), tile=tile)
+    [log] = folder.glob("*.ptxas")
     assert "0 bytes spill stores, 0 bytes spill loads" in log.read_text()
+    return compiled
 
 
 @pytest.mark.gpu

@@ -16,8 +16,10 @@ NAMES = {
     *("GEOMETRIES", "GdnConfig", "GdnStack", "GdnState", "GdnWeights", "Snapshot", "abstract", "branch", "errors"),
     *("from_canonical", "history_from_window", "implementation_report", "init_state", "load_config", "load_layer"),
     *("load_stack", "merge", "reset", "restore", "scan", "select", "snapshot", "state_nbytes", "step", "tap_shapes"),
-    "trace",
+    *("trace", "DECODERS", "Conversation", "Decoder", "DecoderConfig", "DecoderState", "DecoderWeights"),
+    *("GenerateResult", "SamplingParams", "decode_step", "init_decoder_state", "load_decoder", "prefill_tokens"),
 }
+TABLES = {"GEOMETRIES", "DECODERS"}
 LAYER_FUNCTIONS = (gdn.step, gdn.scan, gdn.trace)
 
 
@@ -30,7 +32,7 @@ def test_names():
 @pytest.mark.parametrize("name", gdn.__all__)
 def test_every_name_resolves_to_something_documented(name):
     value = getattr(gdn, name)
-    assert name == "GEOMETRIES" or inspect.getdoc(value)
+    assert name in TABLES or inspect.getdoc(value)
     assert getattr(gdn, name) is value
 
 

@@ -6,6 +6,8 @@ import os
 from pathlib import Path
 from typing import Any
 
+from gdn_jax.arguments import positive
+
 __all__ = ["add_parser", "run"]
 
 _SUBJECTS = {"ceiling": (), "gemv": ("batch", "shapes", "precision", "implementation")}
@@ -34,7 +36,7 @@ def add_parser(commands: Any) -> None:
     bench.add_argument("--batch", type=_integers, metavar="B[,B…]", help="sequences at once (default 1; delta 1,8,64)")
     bench.add_argument("--shapes", type=_shapes, metavar="NxI[,…]", help="gemv: matrices such as 16384x5120,5120x6144")
     bench.add_argument("--geometry", help="delta, layer: a published geometry (default 27b) or D,G,H,K,V,W")
-    bench.add_argument("--layers", type=_positive, metavar="L", help="layer: layers to rotate through (default: all)")
+    bench.add_argument("--layers", type=positive, metavar="L", help="layer: layers to rotate through (default: all)")
     bench.add_argument("--precision", type=_precisions, metavar="P[,P]", help="gemv, layer: exact, q8 (default exact)")
     bench.add_argument("--implementation", metavar="NAME", help="instead of the one that the library would choose")
     bench.add_argument("--peers", action="store_true", help="gemv, delta: other implementations too, where they exist")
@@ -75,13 +77,7 @@ def _check(options: argparse.Namespace) -> None:
 
 
 def _integers(text: str) -> tuple[int, ...]:
-    return tuple(_positive(part) for part in text.split(","))
-
-
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"must be an integer of at least 1, got {text!r}")
-    return int(text)
+    return tuple(positive(part) for part in text.split(","))
 
 
 def _shapes(text: str) -> tuple[tuple[int, int], ...]:
@@ -90,7 +86,7 @@ def _shapes(text: str) -> tuple[tuple[int, int], ...]:
         sizes = part.split("x")
         if len(sizes) != 2:
             raise argparse.ArgumentTypeError(f"must be shapes such as 16384x5120 with commas between, got {text!r}")
-        rows, columns = map(_positive, sizes)
+        rows, columns = map(positive, sizes)
         if columns % 32:
             raise argparse.ArgumentTypeError(f"the columns of a 4-bit matrix are a multiple of 32, got {part!r}")
         shapes.append((rows, columns))

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-__all__ = ["Effort", "Step", "Timing", "kernels_for", "layers_for", "measure", "program", "touch"]
+__all__ = ["Effort", "Step", "Timing", "kernels_for", "layers_for", "measure", "program", "sample", "touch"]
 
 ROTATE = 512_000_000
 """Bytes to rotate through: four times the largest last-level cache that a GPU has today (126 MB)."""
@@ -127,14 +127,24 @@ def measure[Name](
             return program(step, layers, kernels, effort).lower(carry, step.operands).compile()
 
         programs = dict(zip(steps, pool.map(compiled, steps.values()), strict=True))
-    samples = {name: [] for name in steps}
+    runs = {name: functools.partial(_with_operands, run, steps[name].operands) for name, run in programs.items()}
+    return {name: taken / kernels for name, taken in sample(runs, carry, effort).items()}
+
+
+def _with_operands(run: Callable[[Any, Any], Any], operands: Any, carry: Any) -> Any:
+    return run(carry, operands)
+
+
+def sample[Name](runs: Mapping[Name, Callable[[Any], Any]], carry: Any, effort: Effort) -> dict[Name, np.ndarray]:
+    """Seconds of each run, carry -> carry, one sample per round; each takes over the carry from the one before."""
+    samples = {name: [] for name in runs}
 
     def one_round(carry, keep):
-        for name, run in programs.items():
+        for name, run in runs.items():
             begin = time.perf_counter()
-            carry = jax.block_until_ready(run(carry, steps[name].operands))
+            carry = jax.block_until_ready(run(carry))
             if keep:
-                samples[name].append((time.perf_counter() - begin) / kernels)
+                samples[name].append(time.perf_counter() - begin)
         return carry
 
     carry = one_round(carry, keep=False)

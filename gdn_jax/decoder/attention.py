@@ -19,10 +19,10 @@ from jax.experimental.layout import Layout, with_layout_constraint
 
 from gdn_jax.axes import Array, Bool, Float32, Int32
 from gdn_jax.decoder.config import DecoderConfig
-from gdn_jax.decoder.norm import rms_norm
 from gdn_jax.decoder.weights import AttentionWeights, of_layer
 from gdn_jax.fence import fence
-from gdn_jax.ops import project, project_many
+from gdn_jax.norms import rms_norm
+from gdn_jax.ops import Activations, elementwise, project, project_many
 
 __all__ = ["Cache", "attend", "attention_step", "rotate"]
 
@@ -40,7 +40,7 @@ class Cache(NamedTuple):
 def attention_step(
     w: AttentionWeights,
     cache: Cache,
-    x: Float32[Array, "B D"],
+    x: Float32[Array, "B D"] | Activations,
     position: Int32[Array, "B"],
     writes: Bool[Array, "B"],
     *,
@@ -53,7 +53,7 @@ def attention_step(
 
     Rows where `writes` is false leave the cache as it is; their y means nothing.
     """
-    batch = x.shape[0]
+    batch = position.shape[0]
     with jax.named_scope("project_in"):
         q, k, v = fence(
             project_many((w.q, w.k, w.v), x, precision=precision, implementation=implementation, layer=layer)
@@ -71,8 +71,14 @@ def attention_step(
     with jax.named_scope("attend"):
         o = fence(attend(q, of_layer(cache.keys, layer), of_layer(cache.values, layer), position))
     with jax.named_scope("project_out"):
-        o = (o * jax.nn.sigmoid(gate)).reshape(batch, cfg.queries)
-        return fence(project(w.o, fence(o), precision=precision, implementation=implementation, layer=layer)), cache
+        gated = elementwise(
+            lambda o, gate: o * jax.nn.sigmoid(gate),
+            *(heads.reshape(batch, cfg.queries) for heads in (o, gate)),
+            consumers=(w.o,),
+            precision=precision,
+            implementation=implementation,
+        )
+        return fence(project(w.o, gated, precision=precision, implementation=implementation, layer=layer)), cache
 
 
 def rotate(x: Float32[Array, "B N Hd"], position: Int32[Array, "B"], rotary_dim: int, theta: float) -> Array:

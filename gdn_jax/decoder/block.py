@@ -5,6 +5,7 @@ the device runs it over and over. The state is in the loop's carry, so that it i
 among what it walks over, which would copy them, but are read at a layer's number.
 """
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -14,18 +15,18 @@ from gdn_jax.decoder.attention import Cache, attention_step
 from gdn_jax.decoder.config import DecoderConfig, LayerPlan
 from gdn_jax.decoder.mlp import mlp_step
 from gdn_jax.decoder.moe import moe_step
-from gdn_jax.decoder.norm import rms_norm
-from gdn_jax.decoder.weights import of_layer
-from gdn_jax.fence import fence
-from gdn_jax.layer import _step as gdn_step
+from gdn_jax.layer import unchecked_step
+from gdn_jax.ops import add_and_norm, dense
 
 __all__ = ["Flow", "Place", "Settings", "block_step", "blocks"]
 
 
 class Flow(NamedTuple):
-    """What goes from layer to layer: the residual stream [B, D], and the state of all layers."""
+    """What goes from layer to layer: the residual stream [B, D], what is still to be added to it, and all the state."""
 
     x: Array
+    y: Array
+    """Of the part before: the sum is made where the next norm reads it."""
     gdn: Any
     """`GdnState`, or None where the model has no GDN layers."""
     cache: Cache
@@ -81,20 +82,24 @@ def block_step(
 ) -> Flow:
     """Carry one token through the layer at `place`, whose parts are of the kinds that `plan` says."""
     cfg = settings.cfg
-    x, memory, cache = flow
-    h = fence(rms_norm(x, of_layer(weights.input_norm, place.layer), cfg.norm_eps))
+    x, y, memory, cache = flow
+    how = {"precision": settings.precision, "implementation": settings.implementation}
+    norm = functools.partial(add_and_norm, layer=place.layer, eps=cfg.norm_eps, **how)
     with jax.named_scope(plan.mixer):
         if plan.mixer == "linear_attention" and cfg.gdn is not None:
-            shared = (cfg.gdn, place.mixer, writes, settings.precision, settings.implementation)
-            y, memory = gdn_step(weights.gdn, memory, h, *shared)
+            large = weights.gdn.layers.large
+            x, h = norm(x, y, weights.input_norm, consumers=(large.qkv, large.z))
+            y, memory = unchecked_step(weights.gdn, memory, h, cfg.gdn, place.mixer, writes, *how.values())
         else:
-            y, cache = attention_step(
-                weights.attention, cache, h, position, writes, layer=place.mixer, **settings._asdict()
-            )
-    x = fence(x + y)
-    h = fence(rms_norm(x, of_layer(weights.post_norm, place.layer), cfg.norm_eps))
-    how = {"layer": place.mlp, "precision": settings.precision, "implementation": settings.implementation}
+            w = weights.attention
+            x, h = norm(x, y, weights.input_norm, consumers=(w.q, w.k, w.v))
+            y, cache = attention_step(w, cache, h, position, writes, layer=place.mixer, cfg=cfg, **how)
     with jax.named_scope(plan.mlp):
         moe = cfg.moe if plan.mlp == "moe" else None
-        y = mlp_step(weights.mlp, h, **how) if moe is None else moe_step(weights.moe, h, cfg=moe, **how)
-    return Flow(fence(x + y), memory, cache)
+        consumers = (weights.mlp.gate, weights.mlp.up) if moe is None else ()
+        x, h = norm(x, y, weights.post_norm, consumers=consumers)
+        if moe is None:
+            y = mlp_step(weights.mlp, h, layer=place.mlp, **how)
+        else:
+            y = moe_step(weights.moe, dense(h), cfg=moe, layer=place.mlp, **how)
+    return Flow(x, y, memory, cache)

@@ -7,6 +7,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from gdn_jax.arguments import positive
+
 if TYPE_CHECKING:
     from gdn_jax.decoder.decoder import Decoder, GenerateResult
     from gdn_jax.decoder.sample import SamplingParams
@@ -61,7 +63,7 @@ def _add_common(parser: argparse.ArgumentParser, *, max_new_tokens: int) -> None
     parser.add_argument("--implementation", help="xla, triton, …: refused where it cannot be had (default: the best)")
     parser.add_argument("--tokenizer", type=Path, metavar="DIR", help="where the tokenizer is, if not with the model")
     parser.add_argument(
-        "--capacity", type=_positive, metavar="N", help="most tokens of a sequence (default: as needed)"
+        "--capacity", type=positive, metavar="N", help="most tokens of a sequence (default: as needed)"
     )
     parser.add_argument("--kv-dtype", choices=("float32", "bfloat16"), default="float32", help="of keys and values")
     parser.add_argument("--system", metavar="TEXT", help="the system message of the conversation")
@@ -70,7 +72,7 @@ def _add_common(parser: argparse.ArgumentParser, *, max_new_tokens: int) -> None
         help="a variable for the chat template, such as enable_thinking=false",
     )  # fmt: skip
     parser.add_argument(
-        "--max-new-tokens", type=_positive, default=max_new_tokens, metavar="N", help="(default %(default)s)"
+        "--max-new-tokens", type=positive, default=max_new_tokens, metavar="N", help="(default %(default)s)"
     )
     parser.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end before this text; repeatable")
     drawing = parser.add_argument_group("drawing", "by default as the model's generation_config.json says, else greedy")
@@ -80,12 +82,6 @@ def _add_common(parser: argparse.ArgumentParser, *, max_new_tokens: int) -> None
     drawing.add_argument("--min-p", type=float, metavar="P", help="only tokens P times as likely as the most likely")
     drawing.add_argument("--repetition-penalty", type=float, metavar="R", help="above 1: fewer repetitions")
     drawing.add_argument("--seed", type=int, default=0, help="the same seed gives the same text (default 0)")
-
-
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"must be an integer of at least 1, got {text!r}")
-    return int(text)
 
 
 def _variable(text: str) -> tuple[str, Any]:

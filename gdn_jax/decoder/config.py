@@ -6,10 +6,11 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from checkpoints.errors import CheckpointError
-from checkpoints.gguf_config import Settings
 from checkpoints.hf_config import LAYER_TYPES, gdn_layers, text_config
-from gdn_jax.config import GEOMETRIES, GdnConfig, _positive_int
+from checkpoints.settings import Settings
+from gdn_jax.config import GEOMETRIES, GdnConfig
 from gdn_jax.errors import UnsupportedError
+from gdn_jax.integers import positive_int
 
 __all__ = ["DECODERS", "MLP_TYPES", "DecoderConfig", "LayerPlan", "MoeConfig"]
 
@@ -38,7 +39,7 @@ class MoeConfig:
 
     def __post_init__(self):
         for field in ("experts", "experts_per_token", "ffn", "shared_ffn"):
-            object.__setattr__(self, field, _positive_int(field, getattr(self, field)))
+            object.__setattr__(self, field, positive_int(field, getattr(self, field)))
         if self.experts_per_token > self.experts:
             raise ValueError(f"experts_per_token is {self.experts_per_token}, but there are {self.experts} experts")
 
@@ -82,7 +83,7 @@ class DecoderConfig:
 
     def __post_init__(self):
         for field in ("vocab", "hidden", "heads", "kv_heads", "head_dim", "rotary_dim"):
-            object.__setattr__(self, field, _positive_int(field, getattr(self, field)))
+            object.__setattr__(self, field, positive_int(field, getattr(self, field)))
         for field in ("rope_theta", "norm_eps"):
             if not 0 < getattr(self, field) < float("inf"):
                 raise ValueError(f"{field} must be positive and finite, got {getattr(self, field)!r}")

@@ -5,14 +5,14 @@ import jax
 from gdn_jax.axes import Array, Float32, Int32
 from gdn_jax.decoder.weights import MlpWeights
 from gdn_jax.fence import fence
-from gdn_jax.ops import project, project_many
+from gdn_jax.ops import Activations, elementwise, project, project_many
 
 __all__ = ["mlp_step"]
 
 
 def mlp_step(
     w: MlpWeights,
-    x: Float32[Array, "B D"],
+    x: Float32[Array, "B D"] | Activations,
     *,
     layer: Int32[Array, ""],
     precision: str,
@@ -20,5 +20,11 @@ def mlp_step(
 ) -> Float32[Array, "B D"]:
     """MLP `layer` of the stack: x [B, D] -> y [B, D]."""
     gate, up = fence(project_many((w.gate, w.up), x, precision=precision, implementation=implementation, layer=layer))
-    inner = fence(jax.nn.silu(gate) * up)
+    inner = elementwise(
+        lambda gate, up: jax.nn.silu(gate) * up,
+        *(gate, up),
+        consumers=(w.down,),
+        precision=precision,
+        implementation=implementation,
+    )
     return fence(project(w.down, inner, precision=precision, implementation=implementation, layer=layer))

@@ -12,10 +12,10 @@ from gdn_jax.decoder.attention import Cache
 from gdn_jax.decoder.block import Flow, Settings, blocks
 from gdn_jax.decoder.border import check_decode, check_lengths
 from gdn_jax.decoder.config import DecoderConfig
-from gdn_jax.decoder.norm import rms_norm
 from gdn_jax.decoder.state import DecoderState
 from gdn_jax.decoder.weights import DecoderWeights
 from gdn_jax.fence import fence
+from gdn_jax.norms import rms_norm
 from gdn_jax.ops import project
 from gdn_jax.q4 import Q4Tensor, dequantize
 
@@ -120,9 +120,10 @@ def hidden_step(
 
     The other rows keep their state, and their result means nothing.
     """
-    flow = Flow(fence(embed(weights.embed, tokens)), state.gdn, Cache(state.keys, state.values))
-    x, memory, cache = blocks(weights, flow, state.position, writes, settings)
-    hidden = fence(rms_norm(x, weights.norm, settings.cfg.norm_eps))
+    x = fence(embed(weights.embed, tokens))
+    flow = Flow(x, jnp.zeros_like(x), state.gdn, Cache(state.keys, state.values))
+    x, y, memory, cache = blocks(weights, flow, state.position, writes, settings)
+    hidden = fence(rms_norm(fence(x + y), weights.norm, settings.cfg.norm_eps))
     return hidden, DecoderState(memory, cache.keys, cache.values, state.position + writes.astype(jnp.int32))
 
 

@@ -1,5 +1,5 @@
 """Activations written as limbs by their producer, in one launch."""
 
-from pallas_kernels.limbs.host import split_rows
+from pallas_kernels.limbs.host import MAX_NORM_COLUMNS, Normed, norm_rows, split_rows
 
-__all__ = ["split_rows"]
+__all__ = ["MAX_NORM_COLUMNS", "Normed", "norm_rows", "split_rows"]

@@ -1,20 +1,24 @@
-"""The host function and the kernel body: an elementwise producer, and its result as signed bytes with group scales."""
+"""Producers of activations, each with its kernel body: the result as signed bytes with group scales."""
 
 import math
 from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
-__all__ = ["GROUP", "Split", "split_rows"]
+__all__ = ["GROUP", "Normed", "Split", "norm_rows", "split_rows"]
 
 GROUP = 32
 """Columns that share one scale."""
 
 type Split = Callable[[jax.Array], tuple[list[jax.Array], jax.Array]]
 """Values float32 [groups, 32] -> limbs, each int8 [groups, 32], and scales float32 [groups]."""
+
+MAX_NORM_COLUMNS = 16384
+"""64 floats of a row in each lane of eight warps."""
 
 _GROUPS = 8
 """Groups per program: 256 columns in one warp, eight to a lane; a row of 5120 columns then has 20 programs."""
@@ -71,3 +75,91 @@ def split_rows(
         name="split_rows",
     )(*(x.reshape(batch, groups, GROUP) for x in inputs))
     return digits.reshape(limbs, batch, columns), scales
+
+
+class Normed(NamedTuple):
+    """What `norm_rows` leaves."""
+
+    total: jax.Array
+    """x + y, float32 [B, D]."""
+    h: jax.Array
+    """Its norm, float32 [B, D] …"""
+    digits: jax.Array
+    """… as limbs, int8 [limbs, B, D] …"""
+    x_scales: jax.Array
+    """… and their scales, float32 [B, D/32]."""
+
+
+def norm_rows(
+    x: jax.Array,
+    y: jax.Array,
+    weight: jax.Array,
+    weight_layer: jax.Array,
+    split: Split,
+    *,
+    limbs: int,
+    eps: float,
+    interpret: bool = False,
+) -> Normed:
+    """total = x + y;  h = total · rsqrt(mean(total²) + eps) · (1 + weight[weight_layer]), also as limbs.
+
+    One program per row, since the mean is over the whole of it.
+
+    Args:
+        x: float32 [B, D], D a multiple of 32.
+        y: float32 [B, D].
+        weight: float32 [Lw, D].
+        weight_layer: int32 [1]; one below 0 or beyond Lw - 1 is taken as 0 or Lw - 1.
+        split: how h is written, traced into the kernel: float32 [groups, 32] -> limbs int8 and scales.
+        limbs: how many `split` gives.
+        eps: added to the mean of squares.
+        interpret: run the same body as plain XLA on any device.
+
+    Raises:
+        NotImplementedError: D is not a multiple of 32, or exceeds 16384, beyond which a row leaves its registers.
+    """
+    batch, columns = x.shape
+    if columns % GROUP or columns > MAX_NORM_COLUMNS:
+        raise NotImplementedError(
+            f"the norm takes rows of a multiple of {GROUP} columns, at most {MAX_NORM_COLUMNS}, got D = {columns}"
+        )
+    groups = columns // GROUP
+    padded = 1 << (groups - 1).bit_length()
+
+    def body(x_ref, y_ref, weight_ref, layer_ref, total_ref, h_ref, digits_ref, scales_ref):
+        row = pl.program_id(0)
+        group = jnp.arange(padded, dtype=jnp.int32)
+        column = group[:, None] * GROUP + jnp.arange(GROUP, dtype=jnp.int32)[None]
+        inside = column < columns
+        layer = jnp.clip(layer_ref[0], 0, weight_ref.shape[0] - 1)
+        weight = plt.load(weight_ref.at[layer, column], mask=inside, other=0.0)
+        x, y = (plt.load(ref.at[row, column], mask=inside, other=0.0) for ref in (x_ref, y_ref))
+        total = x + y
+        scale = jax.lax.rsqrt(jnp.sum(total * total) / columns + jnp.float32(eps))
+        h = total * scale * (1 + weight)
+        plt.store(total_ref.at[row, column], total, mask=inside)
+        plt.store(h_ref.at[row, column], h, mask=inside)
+        digits, scales = split(h)
+        for limb, part in enumerate(digits):
+            plt.store(digits_ref.at[limb, row, column], part, mask=inside)
+        plt.store(scales_ref.at[row, group], scales, mask=group < groups)
+
+    row_of_floats = jax.ShapeDtypeStruct((batch, columns), jnp.float32)
+    anywhere = pl.BlockSpec(memory_space=pl.ANY)
+    return Normed(
+        *pl.pallas_call(
+            body,
+            grid=(batch,),
+            in_specs=[anywhere] * 4,
+            out_specs=(anywhere,) * 4,
+            out_shape=(
+                row_of_floats,
+                row_of_floats,
+                jax.ShapeDtypeStruct((limbs, batch, columns), jnp.int8),
+                jax.ShapeDtypeStruct((batch, groups), jnp.float32),
+            ),
+            compiler_params=plt.CompilerParams(num_warps=8, num_stages=1),
+            interpret=interpret,
+            name="norm_rows",
+        )(x, y, weight, weight_layer)
+    )

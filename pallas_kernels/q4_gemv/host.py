@@ -179,7 +179,7 @@ def _check_kind(tile: Any, kind: type, backend: str):
 
 
 def _check_powers(tile: Any):
-    for name, size in zip(Tile._fields[:3], tile[:3], strict=True):
+    for name, size in zip(Tile._fields, tile, strict=True):
         if size < 1 or size & (size - 1):
             raise ValueError(f"{name} of a tile must be a power of two, got {size} in {tile}")
 

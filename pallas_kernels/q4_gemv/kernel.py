@@ -60,47 +60,26 @@ def row_products(first_row, layer_ref, digits_ref, x_scales_ref, codes_ref, scal
     row = jnp.minimum(y_row, rows - 1)
     word = jnp.arange(4, dtype=jnp.int32)
 
-    def groups_of(step):
-        return step * tile.groups + jnp.arange(tile.groups, dtype=jnp.int32)
-
-    def load(step):
+    def add_step(step, sums):
+        place = step * tile.groups + jnp.arange(tile.groups, dtype=jnp.int32)
         # The minimum also keeps the compiler from seeing that scales lie side by side. It would give eight of them to
         # one lane, in wide loads, and carry the dot products to that lane through shared memory at every step.
-        group = jnp.minimum(groups_of(step), groups - 1)
-        return (
-            plt.load(
-                codes_ref.at[layer, row[:, None, None], group[None, :, None], word[None, None]],
-                eviction_policy="evict_first",
-            ),
-            plt.load(scales_ref.at[layer, row[:, None], group[None]], eviction_policy="evict_first"),
+        group = jnp.minimum(place, groups - 1)
+        codes = plt.load(
+            codes_ref.at[layer, row[:, None, None], group[None, :, None], word[None, None]],
+            eviction_policy="evict_first",
         )
-
-    def accumulate(step, weights, sums):
-        codes, scales = weights
+        scales = plt.load(scales_ref.at[layer, row[:, None], group[None]], eviction_policy="evict_first")
         nibbles, scales = _nibbles(codes), scales.astype(jnp.float32)
-        group = jnp.minimum(groups_of(step), groups - 1)
-        inside = groups_of(step) < groups
         added = []
         for b in range(batch):
-            x_scales = jnp.where(inside, x_scales_ref[b, group], jnp.float32(0))[None]
+            x_scales = jnp.where(place < groups, x_scales_ref[b, group], jnp.float32(0))[None]
             dots = _group_dots(nibbles, digits_ref, b, group, word, interpret)
             added.append(sums[b] + (_fixed_point(dots) * x_scales) * scales)
         return tuple(added)
 
-    def step_loading(step, sums):
-        return accumulate(step, load(step), sums)
-
-    def step_prefetching(step, carry):
-        sums, weights = carry
-        ahead = load(step + 1)
-        return accumulate(step, weights, sums), ahead
-
-    steps = pl.cdiv(groups, tile.groups)
     sums = (jnp.zeros((tile.rows, tile.groups), jnp.float32),) * batch
-    if tile.prefetch:
-        sums, _ = lax.fori_loop(0, steps, step_prefetching, (sums, load(0)))
-    else:
-        sums = lax.fori_loop(0, steps, step_loading, sums)
+    sums = lax.fori_loop(0, pl.cdiv(groups, tile.groups), add_step, sums)
     return y_row, [jnp.sum(partial, axis=1) for partial in sums]
 
 
