@@ -74,6 +74,10 @@ def test_a_float32_layer_on_the_kernels_agrees_with_float64(case, name):
 @every_q4_case
 @on_kernels
 def test_a_4_bit_layer_on_the_kernels_is_as_near_to_float64_as_plain_xla(case, name):
+    check_against_float64(case, name)
+
+
+def check_against_float64(case, name):
     """Against the oracle on the dequantised weights: every tap, output and state at most twice XLA's own error."""
     packed, canonical = q4_weights(case.cfg)
     scanned, traced = run(case, packed, implementation=name)
@@ -95,6 +99,14 @@ def test_a_4_bit_layer_on_the_kernels_is_as_near_to_float64_as_plain_xla(case, n
     for field, expected in (("S", want.S), ("conv_hist", want.conv_hist)):
         ours, theirs = (error(getattr(one.state, field)[case.slot], expected) for one in (traced, plain))
         assert ours <= 2 * theirs + HALF_ULP, field
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("batch", [1, 2, 3, 8])
+def test_what_is_chosen_on_a_card_is_as_near_to_float64_as_plain_xla(batch):
+    """Shapes that the tensor cores take, from two rows on."""
+    case = cases.Case(f"chosen-{batch}", cases.geometry(1024, 4, 8, 32, 128, 4), batch=batch, kind="heavy", tokens=3)
+    check_against_float64(case, None)
 
 
 @on_kernels
