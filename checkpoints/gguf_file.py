@@ -20,7 +20,7 @@ import numpy as np
 
 from checkpoints.byte_file import ByteFile
 from checkpoints.errors import CheckpointError
-from checkpoints.q4_blocks import GROUP, Q4Codes, unpack_q4_0
+from checkpoints.q4_blocks import GROUP, Q4Words, unpack_q4_0, words_of_q4_0
 
 __all__ = [
     "DEFAULT_ALIGNMENT",
@@ -203,15 +203,15 @@ class GgufFile(ByteFile):
             numbers[row - start :][: len(raw)] = self._decoded(_DECODERS[tensor.type.name], raw, tensor, row)
         return numbers
 
-    def read_q4(self, tensor: GgufTensor, start: int = 0, stop: int | None = None) -> Q4Codes:
-        """Rows `start` to `stop` (default all) of a Q4_0 tensor in logical form, bit for bit.
+    def read_words(self, tensor: GgufTensor, start: int = 0, stop: int | None = None) -> Q4Words:
+        """Rows `start` to `stop` (default all) of a Q4_0 tensor as device words and scales, bit for bit.
 
         Raises:
             CheckpointError: the type is another one, a scale is not finite, or see `read_rows`.
         """
         if tensor.type.name != "Q4_0":
             raise CheckpointError(f"{self.path}: tensor {tensor.name!r} is of type {tensor.type.name}, expected Q4_0")
-        return self._decoded(unpack_q4_0, self.read_rows(tensor, start, stop), tensor, start)
+        return self._decoded(words_of_q4_0, self.read_rows(tensor, start, stop), tensor, start)
 
     def _decoded[T](self, decode: Callable[[np.ndarray], T], raw: np.ndarray, tensor: GgufTensor, row: int) -> T:
         try:

@@ -23,9 +23,22 @@ from checkpoints.gguf_layout import Part, canonical_parts
 from checkpoints.gguf_writer import GgufWriter
 from checkpoints.hf_config import text_config
 from checkpoints.names import listed
-from checkpoints.q4_blocks import GROUP, Q4Codes, pack_q4_0
+from checkpoints.q4_blocks import (
+    CODES_PER_WORD,
+    GROUP,
+    Q4Codes,
+    Q4Words,
+    check_codes,
+    pack_words,
+    q4_0_of_words,
+    unpack_words,
+)
 
 __all__ = ["GgufCheckpoint", "is_gguf", "open_gguf", "write_gguf"]
+
+
+Stored = np.ndarray | tuple[np.ndarray, np.ndarray] | Q4Words
+"""A tensor to write: numbers, or codes and scales, or the same packed."""
 
 
 class GgufCheckpoint(Checkpoint):
@@ -86,15 +99,18 @@ class GgufCheckpoint(Checkpoint):
             CheckpointError: it is stored in another type; its columns change places in runs that cut groups of 32 with
                 a common scale (out_proj with V not a multiple of 32); or see `read`.
         """
+        words, scales = self.read_words(name)
+        return Q4Codes(unpack_words(words), scales)
+
+    @override
+    def read_words(self, name: str) -> Q4Words:
         part = self._part(name)
         tensor, start, stop = self._stored_rows(part)
         if part.cuts_groups:
             raise CheckpointError(f"{self.source}: tensor {part.stored!r}: {_CUT_GROUPS}; read it dequantised instead")
-        codes, scales = self._file.read_q4(tensor, start, stop)
-        return Q4Codes(
-            part.to_canonical(codes.reshape(part.entry_shape)),
-            part.to_canonical(scales.reshape(*part.entry_shape[:-1], -1), GROUP),
-        )
+        rows = part.entry_shape[:-1]
+        words, scales = (half.reshape(*rows, -1) for half in self._file.read_words(tensor, start, stop))
+        return Q4Words(part.to_canonical(words, CODES_PER_WORD), part.to_canonical(scales, GROUP))
 
     @override
     def close(self) -> None:
@@ -143,7 +159,7 @@ def open_gguf(path: str | os.PathLike[str]) -> GgufCheckpoint:
 def write_gguf(
     path: str | os.PathLike[str],
     config: Mapping[str, Any],
-    tensors: Iterable[tuple[str, np.ndarray | tuple[np.ndarray, np.ndarray]]],
+    tensors: Iterable[tuple[str, Stored]],
     *,
     metadata: Mapping[str, Any] | None = None,
 ) -> None:
@@ -151,9 +167,10 @@ def write_gguf(
 
     `config` is a Hugging Face configuration. `tensors` yields every canonical tensor once, in any order, and is used
     one by one: float32, float16 or bfloat16 arrays, which keep their type if they are matrices and become F32
-    otherwise (exactly, but for the norms and A_log); or codes int8 [N, I] and scales float16 [N, I/32] of a matrix,
-    which become Q4_0. `metadata` adds further keys, such as a tokenizer's: without these other programs can read the
-    file but not turn text into tokens. Programs that take V for K accept only models where the two are equal.
+    otherwise (exactly, but for the norms and A_log); or codes int8 [N, I] and scales float16 [N, I/32] of a matrix, or
+    the same as `Q4Words`, which become Q4_0. `metadata` adds further keys, such as a tokenizer's: without these other
+    programs can read the file but not turn text into tokens. Programs that take V for K accept only models where the
+    two are equal.
 
     The file appears under `path` when it is complete, replacing what was there; after an error nothing is left behind.
 
@@ -238,7 +255,7 @@ _BLOCK = re.compile(r"blk\.([0-9]{1,9})\.")
 def _write_tensors(
     writer: GgufWriter,
     parts: Mapping[str, Part],
-    tensors: Iterable[tuple[str, np.ndarray | tuple[np.ndarray, np.ndarray]]],
+    tensors: Iterable[tuple[str, Stored]],
 ) -> None:
     missing = dict(parts)
     weights = dict.fromkeys(_FILE_TYPES, 0)
@@ -259,10 +276,10 @@ def _write_tensors(
     writer.metadata["general.file_type"] = _FILE_TYPES[max(weights, key=lambda kind: weights[kind])]
 
 
-def _stored_form(part: Part, value: np.ndarray | tuple[np.ndarray, np.ndarray]) -> tuple[str, np.ndarray]:
+def _stored_form(part: Part, value: Stored) -> tuple[str, np.ndarray]:
     """Type name and data of a canonical tensor as the file holds it."""
     if isinstance(value, tuple) and len(value) == 2 and all(isinstance(half, np.ndarray) for half in value):
-        return "Q4_0", _stored_q4(part, *value)
+        return "Q4_0", _stored_q4(part, value)
     if not isinstance(value, np.ndarray):
         raise CheckpointError(f"must be a numpy array, or a tuple of two: codes and scales, got {value!r:.80}")
     _check_shape("array", value, part.shape)
@@ -278,17 +295,22 @@ def _stored_form(part: Part, value: np.ndarray | tuple[np.ndarray, np.ndarray]) 
 _TYPE_NAMES = {dtype: name for name, dtype in PLAIN_DTYPES.items()}
 
 
-def _stored_q4(part: Part, codes: np.ndarray, scales: np.ndarray) -> np.ndarray:
+def _stored_q4(part: Part, value: tuple[np.ndarray, np.ndarray] | Q4Words) -> np.ndarray:
     if not part.is_matrix:
         raise CheckpointError("only matrices can be Q4_0; pass the numbers themselves")
     if part.cuts_groups:
         raise CheckpointError(f"cannot be Q4_0: {_CUT_GROUPS}")
-    _check_shape("codes", codes, part.shape)
+    codes, scales = value
+    packed = isinstance(value, Q4Words)
+    _check_shape("codes", value if packed else codes, part.shape)
     _check_shape("scales", scales, (part.shape[0], part.shape[1] // GROUP))
-    return pack_q4_0(part.to_stored(codes), part.to_stored(scales, GROUP))
+    if not packed:
+        check_codes(codes, scales)
+    words = codes if packed else pack_words(codes)
+    return q4_0_of_words(Q4Words(part.to_stored(words, CODES_PER_WORD), part.to_stored(scales, GROUP)))
 
 
-def _check_shape(what: str, array: np.ndarray, shape: tuple[int, ...]) -> None:
+def _check_shape(what: str, array: np.ndarray | Q4Words, shape: tuple[int, ...]) -> None:
     if array.shape != shape:
         raise CheckpointError(f"{what} must have shape {list(shape)}, got {list(array.shape)}")
 

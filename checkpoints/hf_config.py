@@ -11,6 +11,9 @@ __all__ = ["GdnDims", "gdn_dims", "gdn_layers", "text_config"]
 MODEL_TYPES = ("qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_next")
 LAYER_TYPES = ("linear_attention", "full_attention")
 
+# Stated for the whole model, these hold for its text part as well.
+_SHARED_IDS = ("bos_token_id", "eos_token_id", "image_token_id", "video_token_id")
+
 # The layer list is built in memory, so a damaged or hostile count must not decide how much.
 MAX_LAYERS = 1 << 16
 
@@ -35,7 +38,8 @@ def text_config(config: Mapping[str, Any]) -> dict[str, Any]:
     """The text model's configuration as one flat dict, out of a nested (`text_config`) or an already flat one.
 
     A nested configuration states `tie_word_embeddings` for the whole model at the top, where it outranks the text
-    part's own; everything else comes from the text part.
+    part's own. Ids of tokens may stand at the top too, and count where the text part has none. Everything else comes
+    from the text part.
 
     Raises:
         CheckpointError: not a mapping, an unsupported or missing `model_type`, or quantised weights.
@@ -46,7 +50,7 @@ def text_config(config: Mapping[str, Any]) -> dict[str, Any]:
     text = _checked_level(whole["text_config"], "text_config", model_type=whole["model_type"])
     if "tie_word_embeddings" in whole:
         text["tie_word_embeddings"] = whole["tie_word_embeddings"]
-    return text
+    return {key: whole[key] for key in _SHARED_IDS if key in whole} | text
 
 
 def gdn_dims(text: Mapping[str, Any]) -> GdnDims:

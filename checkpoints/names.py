@@ -16,6 +16,7 @@ __all__ = [
     "Vocabulary",
     "gdn_prefix",
     "gdn_shapes",
+    "is_linear",
     "kind_outside_text",
     "listed",
     "unprefixed",
@@ -45,6 +46,14 @@ _COMMON_PARTS = re.compile(
     r"|mlp\.experts\.(?:gate_up|down)_proj"
     r"|mlp\.(?:shared_expert_)?gate\.weight"
 )
+# Routers and the gate of a shared expert decide between things, and are small: they are no linear layers in this sense.
+_LINEAR = re.compile(
+    r"(?:embed_tokens|lm_head)\.weight"
+    r"|layers\.[0-9]+\.(?:linear_attn\.(?:in_proj_qkv|in_proj_z|out_proj)\.weight"
+    r"|self_attn\.[qkvo]_proj\.weight"
+    r"|mlp\.(?:shared_expert\.|experts\.[0-9]+\.)?(?:gate|up|down)_proj\.weight"
+    r"|mlp\.experts\.(?:gate_up|down)_proj)"
+)
 _MODEL_NAMES = frozenset({"embed_tokens.weight", "norm.weight", "lm_head.weight"})
 
 
@@ -60,6 +69,13 @@ def kind_outside_text(name: str) -> str | None:
     if name.startswith("visual."):
         return "vision"
     return None
+
+
+def is_linear(name: str) -> bool:
+    """Whether a canonical name is that of a linear layer of the decoder, the embedding and the head included: what
+    makes up nearly all of a model, and what a decoder holds in 4 bits.
+    """
+    return _LINEAR.fullmatch(name) is not None
 
 
 def gdn_prefix(layer: int) -> str:

@@ -1,9 +1,9 @@
 """One item of a converted checkpoint: an Orbax directory that holds a few named tensors as plain arrays.
 
 A dense tensor is one array under its name. A Q4_0 tensor is a dictionary of two: `codes` uint32 [..., N, I/8], the
-device words of `q4_blocks`, and `scales` float16 [..., N, I/32]; together 4.5 bits per weight. An array of more than 128 MiB is a
-dictionary of blocks of its rows, `rows0`, `rows1` and so on, which are read one by one: reading one array takes up to
-twice its memory. Nothing is compressed: weights barely shrink, and it would double the time.
+device words of `q4_blocks`, and `scales` float16 [..., N, I/32]; together 4.5 bits per weight. An array of more than
+128 MiB is a dictionary of blocks of its rows, `rows0`, `rows1` and so on, which are read one by one: reading one array
+takes up to twice its memory. Nothing is compressed: weights barely shrink, and it would double the time.
 
 Orbax is imported on first use, because importing it takes a second and brings JAX along.
 """

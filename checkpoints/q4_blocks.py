@@ -36,9 +36,11 @@ __all__ = [
     "pack_q4_0",
     "pack_tiles",
     "pack_words",
+    "q4_0_of_words",
     "unpack_q4_0",
     "unpack_tiles",
     "unpack_words",
+    "words_of_q4_0",
 ]
 
 GROUP = 32
@@ -116,14 +118,31 @@ def pack_q4_0(codes: np.ndarray, scales: np.ndarray) -> np.ndarray:
         TypeError, ValueError: the input is not the logical form, see `check_codes`.
     """
     check_codes(codes, scales)
-    blocks = np.empty(scales.shape, _Q4_0)
-    blocks["scale"] = scales
-    blocks["nibbles"] = _pack_nibbles(codes) ^ _OFFSET_BINARY
+    return q4_0_of_words(Q4Words(pack_words(codes), scales))
+
+
+def q4_0_of_words(q4: Q4Words) -> np.ndarray:
+    """Device words [..., I/8] and scales [..., I/32] -> GGUF Q4_0 blocks, uint8 [..., I/32 · 18]."""
+    blocks = np.empty(q4.scales.shape, _Q4_0)
+    blocks["scale"] = q4.scales
+    words = np.ascontiguousarray(q4.words, "<u4")
+    blocks["nibbles"] = words.view(np.uint8).reshape(*q4.scales.shape, GROUP // 2)
+    blocks["nibbles"] ^= _OFFSET_BINARY
     return blocks.view(np.uint8)
 
 
 def unpack_q4_0(blocks: np.ndarray) -> Q4Codes:
     """GGUF Q4_0 blocks, uint8 [..., I/32 · 18] -> logical form [..., I].
+
+    Raises:
+        As `words_of_q4_0`.
+    """
+    words, scales = words_of_q4_0(blocks)
+    return Q4Codes(unpack_words(words), scales)
+
+
+def words_of_q4_0(blocks: np.ndarray) -> Q4Words:
+    """GGUF Q4_0 blocks, uint8 [..., I/32 · 18] -> device words [..., I/8] and scales [..., I/32].
 
     Raises:
         TypeError: not uint8. CheckpointError: the last axis does not hold whole blocks, or a scale is infinite or NaN.
@@ -137,7 +156,8 @@ def unpack_q4_0(blocks: np.ndarray) -> Q4Codes:
     groups = np.ascontiguousarray(blocks).view(_Q4_0)
     scales = groups["scale"].astype(np.float16)
     _check_finite(scales, CheckpointError)
-    return Q4Codes(_unpack_nibbles(groups["nibbles"] ^ _OFFSET_BINARY), scales)
+    words = (groups["nibbles"] ^ _OFFSET_BINARY).view("<u4").reshape(*scales.shape[:-1], -1)
+    return Q4Words(words.astype(np.uint32, copy=False), scales)
 
 
 def pack_tiles(codes: np.ndarray, scales: np.ndarray) -> np.ndarray:

@@ -1,6 +1,7 @@
 """Converted checkpoints: a directory of Orbax items, one per model layer, under a manifest.
 
     manifest.json      see `store_manifest`
+    tokenizer.json …   the model's text files, see `text_files`
     items/layers.0/    the tensors of layer 0, see `orbax_item`
     items/model/       the tensors outside layers
 
@@ -8,7 +9,8 @@ Where the tensors of a layer (or those outside) are too many to be held in memor
 `layers.0.part2` and so on; only the manifest says what lies where.
 
 Every tensor is hashed each time it is read, and compared with the manifest: damage that the file format itself does not
-notice is an error, never a wrong number. On one core that takes 0.9 s per GB, close to half of the time of reading.
+notice is an error, never a wrong number. On one core that takes 0.9 s per GB, close to half of the time of reading. The
+text files are compared when the checkpoint is opened.
 """
 
 import os
@@ -23,6 +25,7 @@ from checkpoints.orbax_item import OrbaxItem, content_hash, value_of
 from checkpoints.q4_blocks import GROUP, Q4Codes, Q4Words, unpack_words
 from checkpoints.store_manifest import MANIFEST_FILE, Manifest, Record, item_infos
 from checkpoints.strict_json import MAX_JSON_BYTES
+from checkpoints.text_files import digest, read_text_file
 
 __all__ = ["ITEMS_FOLDER", "StoreCheckpoint", "is_store", "open_store", "read_tensor"]
 
@@ -32,14 +35,17 @@ ITEMS_FOLDER = "items"
 class StoreCheckpoint(Checkpoint):
     """A converted checkpoint. Tensors whose `info(name).dtype` is "Q4_0" can also be had as codes and scales.
 
-    `tier` is "f32" or "q4", `quantiser` the rule that quantised it (None: none did), `provenance` what it was made
-    from, `records` what the manifest says of each tensor.
+    `tier` is "f32" or "q4", `q4_parts` what is in 4 bits in tier q4, `quantiser` the rule that quantised it (None: none
+    did), `provenance` what it was made from, `texts` the SHA-256 of the text files beside it, `records` what the
+    manifest says of each tensor.
     """
 
     def __init__(self, path: Path, manifest: Manifest):
         super().__init__(str(path), manifest.header["config"], {})
         self.tier: str = manifest.header["tier"]
+        self.q4_parts: str | None = manifest.header["q4_parts"]
         self.quantiser: str | None = manifest.header["quantiser"]
+        self.texts: dict[str, str] = manifest.header["texts"]
         self.provenance: dict[str, Any] = manifest.header["provenance"]
         self.header = manifest.header
         self.records = manifest.tensors
@@ -50,6 +56,9 @@ class StoreCheckpoint(Checkpoint):
         for item in self._infos:
             if not (self._folder / item).is_dir():
                 raise CheckpointError(f"{self._folder / item}: no such directory; the checkpoint is incomplete")
+        for name, sha256 in self.texts.items():
+            if digest(read_text_file(path / name)) != sha256:
+                raise CheckpointError(f"{path / name}: does not have the recorded sha256: damaged or edited")
 
     @override
     def names(self) -> tuple[str, ...]:
@@ -106,11 +115,12 @@ def is_store(path: Path) -> bool:
 
 
 def open_store(path: str | os.PathLike[str]) -> StoreCheckpoint:
-    """Open a converted checkpoint, reading nothing but its manifest.
+    """Open a converted checkpoint, reading nothing but its manifest and its text files.
 
     Raises:
         CheckpointError: the manifest is missing, damaged, of another version, or not that of a whole model in its tier;
-            an item is missing. Damage inside an item is found when a tensor of it is read.
+            an item is missing; a text file is missing, or not what it was. Damage inside an item is found when a tensor
+            of it is read.
     """
     folder = Path(path)
     file = folder / MANIFEST_FILE

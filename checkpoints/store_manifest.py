@@ -3,9 +3,11 @@
 `manifest.json` is one JSON object:
 
     format, version    which kind of directory this is
-    tier, quantiser    "f32" or "q4"; the rule that quantised the projections, null where none did
+    tier, q4_parts     "f32" or "q4"; what is in 4 bits, see `Q4_PARTS`, null in tier f32
+    quantiser          the rule that quantised, null where none did
     config             the flat text configuration
     provenance         the source and the library versions
+    texts              file name -> sha256 of the files of `text_files` that lie beside the manifest
     tensors            canonical name -> shape, dtype, item, sha256 of the content, and what quantisation cost
     sha256             of everything else, as JSON with sorted keys and without spaces
 
@@ -22,30 +24,37 @@ from typing import Any, NamedTuple
 from checkpoints.base import TensorInfo
 from checkpoints.errors import CheckpointError
 from checkpoints.hf_config import gdn_dims, gdn_layers, text_config
-from checkpoints.names import Vocabulary, gdn_prefix, gdn_shapes
+from checkpoints.names import Vocabulary, gdn_prefix, gdn_shapes, is_linear
 from checkpoints.orbax_item import DENSE_DTYPES, Q4_0
 from checkpoints.q4_blocks import GROUP
 from checkpoints.strict_json import json_object
+from checkpoints.text_files import TEXT_FILES, digest
 
 __all__ = [
     "LARGE_PROJECTIONS",
     "MANIFEST_FILE",
+    "Q4_PARTS",
     "TIERS",
     "Manifest",
     "Record",
+    "is_large",
     "item_infos",
     "make_header",
+    "must_be_q4",
 ]
 
 MANIFEST_FILE = "manifest.json"
 FORMAT = "gdn-jax converted checkpoint"
-VERSION = 1
+VERSION = 2
 TIERS = ("f32", "q4")
 
 LARGE_PROJECTIONS = ("in_proj_qkv.weight", "in_proj_z.weight", "out_proj.weight")
 """The tensors of a GDN layer whose form the tier decides: all three or none."""
 
-_HEADER_KEYS = frozenset({"format", "version", "tier", "quantiser", "config", "provenance"})
+Q4_PARTS = ("all", "gdn")
+"""What tier q4 makes 4-bit: every linear layer whose columns are a multiple of 32, or those of GDN layers alone."""
+
+_HEADER_KEYS = frozenset({"format", "version", "tier", "q4_parts", "quantiser", "config", "provenance", "texts"})
 _RECORD_KEYS = frozenset({"shape", "dtype", "item", "sha256"})
 
 # Far beyond any tensor; a larger one must not decide how much work it takes to find that it is not there.
@@ -93,26 +102,47 @@ class Record(NamedTuple):
             raise CheckpointError(f"shape must have at most {_MAX_ELEMENTS} elements, got {shape}")
         if dtype != Q4_0 and (not isinstance(dtype, str) or dtype not in DENSE_DTYPES):
             raise CheckpointError(f"dtype must be {Q4_0} or one of {', '.join(DENSE_DTYPES)}, got {dtype!r:.100}")
-        if dtype == Q4_0 and (len(shape) != 2 or shape[1] % GROUP):
-            raise CheckpointError(f"{Q4_0} needs shape [N, I] with I a multiple of {GROUP}, got {shape}")
+        if dtype == Q4_0 and (len(shape) not in (2, 3) or shape[-1] % GROUP):
+            raise CheckpointError(f"{Q4_0} needs shape [N, I] or [E, N, I], I a multiple of {GROUP}, got {shape}")
         if not isinstance(item, str) or not _ITEM.fullmatch(item):
             raise CheckpointError(f"item must be a plain directory name, got {item!r:.100}")
-        if not isinstance(sha256, str) or not _SHA256.fullmatch(sha256):
-            raise CheckpointError(f"sha256 must be 64 hexadecimal digits, got {sha256!r:.100}")
+        _check_sha256("sha256", sha256)
         return cls(tuple(shape), dtype, item, sha256, entry.get("quantisation"))
 
 
+def is_large(name: str) -> bool:
+    """Whether a canonical name is that of one of `LARGE_PROJECTIONS`."""
+    prefix, _, part = name.partition(".linear_attn.")
+    return bool(prefix) and part in LARGE_PROJECTIONS
+
+
+def must_be_q4(name: str, shape: tuple[int, ...], parts: str) -> bool:
+    """Whether tier q4 with `parts` of `Q4_PARTS` demands that this tensor be in 4 bits.
+
+    A GDN layer is 4-bit as a whole or not at all, so that its columns are no excuse; other layers are as they can be.
+    """
+    return is_large(name) or (parts == "all" and is_linear(name) and shape[-1] % GROUP == 0)
+
+
 def make_header(
-    *, tier: str, quantiser: str | None, config: Mapping[str, Any], provenance: Mapping[str, Any]
+    *,
+    tier: str,
+    q4_parts: str | None,
+    quantiser: str | None,
+    config: Mapping[str, Any],
+    provenance: Mapping[str, Any],
+    texts: Mapping[str, bytes],
 ) -> dict[str, Any]:
-    """What identifies a conversion: two with the same header give the same checkpoint."""
+    """What identifies a conversion: two with the same header give the same checkpoint. `texts` are file contents."""
     return {
         "format": FORMAT,
         "version": VERSION,
         "tier": tier,
+        "q4_parts": q4_parts,
         "quantiser": quantiser,
         "config": dict(config),
         "provenance": dict(provenance),
+        "texts": {name: digest(data) for name, data in texts.items()},
     }
 
 
@@ -158,6 +188,7 @@ class Manifest(NamedTuple):
     def _check(self) -> None:
         if self.header["tier"] not in TIERS:
             raise CheckpointError(f"tier must be one of {', '.join(TIERS)}, got {self.header['tier']!r:.40}")
+        self._check_texts()
         config = text_config(self.header["config"])
         vocabulary, shapes = Vocabulary(config), gdn_shapes(gdn_dims(config))
         for name in self.tensors:
@@ -167,13 +198,32 @@ class Manifest(NamedTuple):
             prefix = gdn_prefix(layer)
             own = {n.removeprefix(prefix): r for n, r in self.tensors.items() if n.startswith(prefix)}
             self._check_layer(prefix, shapes, own)
+        self._check_tier()
+
+    def _check_texts(self) -> None:
+        texts = self.header["texts"]
+        if not isinstance(texts, dict) or not texts.keys() <= set(TEXT_FILES):
+            raise CheckpointError(f"texts must have keys among {', '.join(TEXT_FILES)}, got {texts!r:.100}")
+        for name, sha256 in texts.items():
+            _check_sha256(f"texts: {name}", sha256)
+
+    def _check_tier(self) -> None:
+        """What the tier says is in 4 bits is, and nothing else where it says that nothing is."""
+        parts = self.header["q4_parts"]
         if self.header["tier"] == "f32":
-            for name, record in self.tensors.items():
-                if record.dtype == Q4_0:
-                    raise CheckpointError(f"tensor {name!r} is {Q4_0} in a checkpoint of tier f32")
+            if odd := next((name for name, record in self.tensors.items() if record.dtype == Q4_0), None):
+                raise CheckpointError(f"tensor {odd!r} is {Q4_0} in a checkpoint of tier f32")
+            if parts is not None:
+                raise CheckpointError(f"q4_parts must be null in tier f32, got {parts!r:.40}")
+            return
+        if parts not in Q4_PARTS:
+            raise CheckpointError(f"q4_parts must be one of {', '.join(Q4_PARTS)}, got {parts!r:.40}")
+        for name, record in self.tensors.items():
+            if record.dtype != Q4_0 and must_be_q4(name, record.shape, parts):
+                raise CheckpointError(f"tensor {name!r} must be {Q4_0} in tier q4, got {record.dtype}")
 
     def _check_layer(self, prefix: str, shapes: Mapping[str, tuple[int, ...]], own: Mapping[str, Record]) -> None:
-        """One GDN layer has exactly its tensors, in their shapes, and its tier is not halved."""
+        """One GDN layer has exactly its tensors, in their shapes."""
         for part in sorted(shapes.keys() ^ own.keys()):
             raise CheckpointError(f"tensor {prefix + part!r} {'is missing' if part in shapes else 'is unknown'}")
         for part, record in own.items():
@@ -181,10 +231,6 @@ class Manifest(NamedTuple):
                 raise CheckpointError(
                     f"tensor {prefix + part!r} must have shape {list(shapes[part])}, got {list(record.shape)}"
                 )
-        if self.header["tier"] == "q4":
-            for part in LARGE_PROJECTIONS:
-                if own[part].dtype != Q4_0:
-                    raise CheckpointError(f"tensor {prefix + part!r} must be {Q4_0} in tier q4, got {own[part].dtype}")
 
 
 def item_infos(tensors: Mapping[str, Record]) -> dict[str, dict[str, TensorInfo]]:
@@ -193,6 +239,11 @@ def item_infos(tensors: Mapping[str, Record]) -> dict[str, dict[str, TensorInfo]
     for name, record in tensors.items():
         items.setdefault(record.item, {})[name] = record.info
     return items
+
+
+def _check_sha256(what: str, value: Any) -> None:
+    if not isinstance(value, str) or not _SHA256.fullmatch(value):
+        raise CheckpointError(f"{what} must be 64 hexadecimal digits, got {value!r:.100}")
 
 
 def _record(entry: Any, where: str) -> Record:

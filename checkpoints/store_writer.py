@@ -16,8 +16,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-import numpy as np
-
 from checkpoints.base import TensorInfo
 from checkpoints.errors import CheckpointError
 from checkpoints.names import listed
@@ -104,18 +102,22 @@ class StoreWriter:
         self._log({"item": name, "tensors": {name: record.as_json() for name, record in builder.records.items()}})
         self._records |= builder.records
 
-    def finish(self) -> dict[str, Record]:
-        """Write the manifest and move the checkpoint to its place; returns the records of all its tensors.
+    def finish(self, texts: Mapping[str, bytes]) -> dict[str, Record]:
+        """Write the text files of the header and the manifest, and move the checkpoint to its place.
+
+        Returns the records of all its tensors.
 
         Raises:
-            CheckpointError: the tensors are not those of a whole model in its tier, or something came to be at `path`.
+            CheckpointError: the tensors are not those of a whole model in its tier, something came to be at `path`, or
+                a file cannot be written.
         """
         data = Manifest(self._header, self._records).encoded()
         Manifest.decoded(data, str(self.path))
-        with (self._draft / MANIFEST_FILE).open("wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
+        try:
+            for name, content in {**texts, MANIFEST_FILE: data}.items():
+                _write(self._draft / name, content)
+        except OSError as error:
+            raise CheckpointError(f"{self.path}: cannot be written ({error.strerror})") from error
         self._check_absent()
         self._draft.rename(self.path)
         _sync_folder(self.path.parent)
@@ -232,6 +234,14 @@ def _is_intact(folder: Path, records: Mapping[str, Record]) -> bool:
     except CheckpointError:
         return False
     return True
+
+
+def _write(file: Path, content: bytes) -> None:
+    """Write a file, and make it last."""
+    with file.open("wb") as stream:
+        stream.write(content)
+        stream.flush()
+        os.fsync(stream.fileno())
 
 
 def _sync_folder(folder: Path) -> None:

@@ -42,6 +42,7 @@ _HOME = {
     "PoolKey": "pool",
     "Q4Pool": "pool",
     "bind_q4": "pool",
+    "prefill": "sequence",
     "scan": "layer",
     "step": "layer",
     "tap_shapes": "taps",
@@ -81,6 +82,7 @@ if TYPE_CHECKING:
     from gdn_jax.ops import implementation_report
     from gdn_jax.pool import PoolKey, Q4Pool, bind_q4
     from gdn_jax.q4 import Q4Tensor, dequantize, quantization_report, quantize
+    from gdn_jax.sequence import prefill
     from gdn_jax.state import (
         GdnState,
         Snapshot,

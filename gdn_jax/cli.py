@@ -4,8 +4,9 @@ import argparse
 import json
 import logging
 import os
+import re
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,10 @@ __all__ = ["main"]
 
 # Named here, so that a command line is parsed without loading the library.
 _QUANTISERS = ("absmax", "q4_0", "mse")
+_Q4_PARTS = ("all", "gdn")
+
+_TABLE_ROWS = 100
+"""A table of more tensors than this is one of their kinds."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -94,16 +99,21 @@ def _add_check(commands) -> None:
 def _add_convert(commands) -> None:
     convert = commands.add_parser(
         "convert",
-        help="convert a checkpoint, with the large projections in 4 bits if wanted; or prove that a result is right",
+        help="convert a checkpoint, with its linear layers in 4 bits if wanted; or prove that a result is right",
         description=(
             "SRC is a Hugging Face directory, a GGUF file or a converted checkpoint. DST must not exist; it appears "
-            "when it is complete, and nothing is left behind otherwise."
+            "when it is complete, and nothing is left behind otherwise. The tokenizer and its like go with the model."
         ),
     )
     convert.add_argument("source", type=Path, metavar="SRC", help="the checkpoint to convert")
     convert.add_argument("destination", type=Path, metavar="DST", help="a GGUF file if it ends in .gguf, else Orbax")
     convert.add_argument("--tier", choices=("f32", "q4"), help="f32: numbers as stored; q4: 4 bits (default f32)")
     convert.add_argument("--quantiser", choices=_QUANTISERS, help="rule of tier q4 (default absmax)")
+    convert.add_argument(
+        "--q4-parts",
+        choices=_Q4_PARTS,
+        help="with tier q4: all linear layers, or the large projections of GDN layers alone (default all)",
+    )
     convert.add_argument("--format", choices=("orbax", "gguf"), help="instead of what the name of DST says")
     convert.add_argument(
         "--resume",
@@ -119,6 +129,7 @@ def _add_convert(commands) -> None:
 
 def _add_info(commands) -> None:
     info = commands.add_parser("info", help="versions, devices, and which implementation each operation will use")
+    info.add_argument("--self-check", action="store_true", help="also compare the kernels with XLA; 1 if one disagrees")
     info.add_argument("--json", action="store_true", help="one JSON object instead of text")
     info.set_defaults(run=_info)
 
@@ -132,6 +143,9 @@ def _add_trace(commands) -> None:
     subject = trace.add_mutually_exclusive_group()
     subject.add_argument("--geometry", default="qwen3.5-27b", help="a published geometry, or D,G,H,K,V,W (default 27b)")
     subject.add_argument("--model", type=Path, metavar="PATH", help="a checkpoint; its stored 4-bit codes are kept")
+    subject.add_argument(
+        "--decoder", type=Path, metavar="PATH", help="a whole model: its logits by form of the weights, against f32"
+    )
     trace.add_argument("--layers", type=_layers, default=(0,), metavar="I[,J…]", help="GDN layers, from 0 (default 0)")
     trace.add_argument("--tokens", type=positive, default=16, metavar="T", help="length of the sequence (default 16)")
     inputs = trace.add_mutually_exclusive_group()
@@ -178,9 +192,11 @@ def _convert(options: argparse.Namespace) -> int:
     from gdn_jax import convert, convert_verify
     from gdn_jax.progress import Meter
 
-    if options.quantiser and options.tier == "f32":
-        raise ValueError("--quantiser belongs to --tier q4")
-    recipe = {name: value for name in ("tier", "quantiser") if (value := getattr(options, name)) is not None}
+    for name in ("quantiser", "q4_parts"):
+        if getattr(options, name) and options.tier == "f32":
+            raise ValueError(f"--{name.replace('_', '-')} belongs to --tier q4")
+    names = ("tier", "quantiser", "q4_parts")
+    recipe = {name: value for name in names if (value := getattr(options, name)) is not None}
     paths = (options.source, options.destination)
     done, verdict = None, None
     if not options.verify or options.resume or not options.destination.exists():
@@ -209,18 +225,37 @@ def _show_conversion(done: Any, destination: Path) -> None:
 
     if done.quantisation:
         columns = ("max_error", "rms_relative", "zero_code_share", "zeroed_rows")
-        rows = [(name, *(cost[column] for column in columns)) for name, cost in sorted(done.quantisation.items())]
-        title = f"what quantising by {done.quantiser} cost"
+        costs, kinds = done.quantisation, "" if len(done.quantisation) <= _TABLE_ROWS else ", the worst of each kind"
+        rows = [(name, *(cost[column] for column in columns)) for name, cost in sorted(_worst(costs).items())]
+        title = f"what quantising by {done.quantiser} cost{kinds}"
         print(report.as_text(report.Section("quantisation", title, ("tensor", *columns), rows, None)), end="\n\n")
+    if done.not_q4:
+        print(f"gdn convert: kept as stored: {', '.join(_worst(dict.fromkeys(done.not_q4, {})))}")
     print(
         f"gdn convert: {done.tensors} tensors ({done.resumed} of an earlier run), {done.source_nbytes:,} bytes to "
         f"{done.nbytes:,} in {done.seconds:.1f} s ({done.source_nbytes / done.seconds / 1e6:,.0f} MB/s): {destination}"
     )
 
 
-def _trace(options: argparse.Namespace) -> int:
-    from gdn_jax.evidence import budget
+def _worst(costs: Mapping[str, Mapping[str, float]]) -> Mapping[str, Mapping[str, float]]:
+    """`costs` by tensor; where these are many, the worst of all tensors whose names differ in numbers only."""
+    if len(costs) <= _TABLE_ROWS:
+        return costs
+    kinds: dict[str, dict[str, float]] = {}
+    for name, cost in costs.items():
+        kind = kinds.setdefault(re.sub(r"\.\d+(?=\.)", ".*", name), dict(cost))
+        kind.update({column: max(kind[column], value) for column, value in cost.items()})
+    return kinds
 
+
+def _trace(options: argparse.Namespace) -> int:
+    from gdn_jax.evidence import budget, drift
+
+    if options.decoder is not None:
+        if options.activations or options.stack or options.layers != (0,):
+            raise ValueError("--layers, --activations and --stack belong to single layers, not to --decoder")
+        whole = drift.Options(model=options.decoder, tokens=options.tokens, quantiser=options.quantiser)
+        return _show("trace", drift.run(whole), as_json=options.json)
     names = ("geometry", "model", "layers", "tokens", "inputs", "activations", "quantiser", "stack")
     chosen = budget.Options(**{name: getattr(options, name) for name in names})
     return _show("trace", budget.run(chosen), as_json=options.json)
@@ -249,17 +284,22 @@ def _show(command: str, sections: Iterable[Any], *, as_json: bool) -> int:
 
 
 def _info(options: argparse.Namespace) -> int:
-    from gdn_jax import environment
+    from gdn_jax import environment, self_check
     from gdn_jax.config import GEOMETRIES
     from gdn_jax.ops import implementation_report
 
     described = environment.describe()
     choices = implementation_report()
     warnings = environment.warnings()
+    checks = self_check.self_check() if options.self_check else ()
+    good = all(check.passed for check in checks)
     if options.json:
         implementations = {choice.operation: choice.implementation for choice in choices}
-        print(json.dumps({**described, "implementations": implementations, "warnings": warnings}, indent=1))
-        return 0
+        report = {**described, "implementations": implementations, "warnings": warnings}
+        if options.self_check:
+            report["self_check"] = [check.as_json() for check in checks]
+        print(json.dumps(report, indent=1))
+        return 0 if good else 1
     packages = ", ".join(f"{name} {version}" for name, version in described["packages"].items() if version)
     print(f"python          {described['python']} on {described['machine']}")
     print(f"packages        {packages}")
@@ -267,9 +307,11 @@ def _info(options: argparse.Namespace) -> int:
     for choice in choices:
         print(f"{choice.operation:15} {choice.implementation} ({choice.reason})")
     print(f"geometries      {', '.join(GEOMETRIES)}")
+    for check in checks:
+        print(f"self-check      {check}")
     for warning in warnings:
         print(f"warning: {warning}", file=sys.stderr)
-    return 0
+    return 0 if good else 1
 
 
 def _layers(text: str) -> tuple[int, ...]:

@@ -1,16 +1,21 @@
-"""Checkpoints from one format into another, tensor by tensor, with the large projections in 4 bits if wanted.
+"""Checkpoints from one format into another, tensor by tensor, with the linear layers in 4 bits if wanted.
 
 Sources are whatever `checkpoints.open_checkpoint` reads; destinations are a converted checkpoint (`checkpoints.store`)
 or a GGUF file. What becomes of a tensor depends on its name and on the tier alone:
 
-| | tier f32 | tier q4 |
-|---|---|---|
-| the three large projections of a GDN layer | numbers | Q4_0: codes kept bit for bit, numbers quantised |
-| every other tensor | numbers | as stored: codes stay codes, numbers stay numbers |
+| | tier f32 | tier q4 | tier q4, parts gdn |
+|---|---|---|---|
+| the three large projections of a GDN layer | numbers | Q4_0 | Q4_0 |
+| other linear layers, embedding and head, where their columns are a multiple of 32 | numbers | Q4_0 | as stored |
+| every other tensor | numbers | as stored | as stored |
 
+Q4_0: codes are kept bit for bit, numbers are quantised. As stored: codes stay codes, numbers stay numbers.
 Numbers keep their dtype (bfloat16 stays bfloat16, and widens exactly when it is loaded); other block types of a GGUF
 file become float32. So does, in a GGUF file, everything but matrices; its norms and A_log are rounded as stated in
 `checkpoints.gguf_layout`.
+
+The text files of a model (`checkpoints.text_files`) go with it into a converted checkpoint, byte for byte; into a GGUF
+file the tokenizer goes as metadata (`checkpoints.gguf_tokenizer`), as does what a GGUF source says beside its model.
 
 At any time at most one tensor is held in both forms, and beside it one unfinished item: half a tensor of the largest
 size, or one tensor.
@@ -19,11 +24,13 @@ size, or one tensor.
 import dataclasses
 import hashlib
 import importlib.metadata
+import logging
 import math
 import os
 import re
 import shutil
 import time
+import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -35,17 +42,33 @@ from checkpoints.gguf_config import metadata_of
 from checkpoints.gguf_file import GGML_TYPES, GgufFile
 from checkpoints.gguf_layout import Part, canonical_parts
 from checkpoints.gguf_qwen import GgufCheckpoint, write_gguf
-from checkpoints.names import listed
+from checkpoints.gguf_tokenizer import PREFIX, TokenizerKindError, tokenizer_metadata
+from checkpoints.names import is_linear, listed
 from checkpoints.orbax_item import DENSE_DTYPES, Q4_0
-from checkpoints.q4_blocks import GROUP, Q4Codes, pack_words
+from checkpoints.q4_blocks import GROUP, Q4Words
 from checkpoints.store import StoreCheckpoint, is_store, open_store
-from checkpoints.store_manifest import LARGE_PROJECTIONS, MANIFEST_FILE, TIERS, Record, make_header
+from checkpoints.store_manifest import MANIFEST_FILE, Q4_PARTS, TIERS, Record, make_header, must_be_q4
 from checkpoints.store_writer import StoreWriter, draft_of, require_same_conversion
+from checkpoints.text_files import TEXT_FILES, read_texts
+from gdn_jax.decoder.generation_config import END_KEYS, end_ids, named_ids
 from gdn_jax.errors import CheckpointError, UnsupportedError
 from gdn_jax.q4 import METHODS, Q4Tensor, quantization_report
-from gdn_jax.q4_quantizers import quantize_rows
+from gdn_jax.q4_quantizers import quantize_words
 
-__all__ = ["FORMATS", "Conversion", "Job", "Progress", "Recipe", "Watcher", "convert", "format_of", "gguf_parts"]
+__all__ = [
+    "FORMATS",
+    "Conversion",
+    "Job",
+    "Progress",
+    "Recipe",
+    "Watcher",
+    "convert",
+    "format_of",
+    "gguf_extras",
+    "gguf_parts",
+]
+
+_log = logging.getLogger(__name__)
 
 FORMATS = ("orbax", "gguf")
 GGUF_SUFFIX = ".gguf"
@@ -60,6 +83,7 @@ _LAYER = re.compile(r"layers\.(\d+)\.")
 _OUTSIDE_LAYERS = "model"
 
 TIER_KEY, QUANTISER_KEY, SOURCE_KEY = "gdn_jax.tier", "gdn_jax.quantiser", "gdn_jax.source"
+PARTS_KEY = "gdn_jax.q4_parts"
 """Metadata of a GGUF file that say how it was made."""
 
 _CARRIED = ("tokenizer.", "general.")
@@ -81,7 +105,7 @@ Watcher = Callable[[Progress], None]
 class Transformed(NamedTuple):
     """A tensor as the destination gets it, and the numbers it was quantised from if that was done."""
 
-    value: np.ndarray | Q4Codes
+    value: np.ndarray | Q4Words
     original: np.ndarray | None = None
 
 
@@ -90,20 +114,21 @@ class Recipe:
     """What becomes of each tensor: see the module.
 
     Raises:
-        ValueError: an unknown tier or quantiser.
+        ValueError: an unknown tier, quantiser or choice of parts.
     """
 
     tier: str
     quantiser: str
+    q4_parts: str = Q4_PARTS[0]
 
     def __post_init__(self):
-        for name, value, known in (("tier", self.tier, TIERS), ("quantiser", self.quantiser, METHODS)):
-            if value not in known:
-                raise ValueError(f"{name} must be one of {', '.join(known)}, got {value!r}")
+        for name, known in (("tier", TIERS), ("quantiser", METHODS), ("q4_parts", Q4_PARTS)):
+            if getattr(self, name) not in known:
+                raise ValueError(f"{name} must be one of {', '.join(known)}, got {getattr(self, name)!r}")
 
     def target(self, name: str, info: TensorInfo) -> TensorInfo:
         """Shape and dtype of the tensor `name` in the destination, where `info` is what the source has."""
-        if self.tier == "q4" and (info.dtype == Q4_0 or _is_large(name)):
+        if self.tier == "q4" and (info.dtype == Q4_0 or must_be_q4(name, info.shape, self.q4_parts)):
             return info._replace(dtype=Q4_0)
         return info if info.dtype in DENSE_DTYPES else info._replace(dtype="float32")
 
@@ -121,10 +146,10 @@ class Recipe:
         if self.target(name, info).dtype != Q4_0:
             return Transformed(source.read(name))
         if info.dtype == Q4_0:
-            return Transformed(source.read_q4(name))
+            return Transformed(source.read_words(name))
         numbers = source.read(name)
         try:
-            return Transformed(quantize_rows(numbers, self.quantiser), numbers)
+            return Transformed(quantize_words(numbers, self.quantiser), numbers)
         except ValueError as error:
             raise CheckpointError(f"{source.source}: tensor {name!r} cannot be quantised: {error}") from error
 
@@ -132,12 +157,14 @@ class Recipe:
 class Conversion(NamedTuple):
     """What a conversion did.
 
-    `quantiser` is None where nothing had to be quantised, `quantisation` says what it cost each tensor (the fields of
-    `QuantReport`), `resumed` counts the tensors that an earlier run had finished.
+    `q4_parts` is None in tier f32, `quantiser` where nothing had to be quantised; `quantisation` says what it cost each
+    tensor (the fields of `QuantReport`). `not_q4` are the linear layers that q4_parts "all" had to leave as stored.
+    `resumed` counts the tensors that an earlier run had finished.
     """
 
     format: str
     tier: str
+    q4_parts: str | None
     quantiser: str | None
     tensors: int
     resumed: int
@@ -145,6 +172,7 @@ class Conversion(NamedTuple):
     nbytes: int
     seconds: float
     quantisation: Mapping[str, Mapping[str, float]]
+    not_q4: tuple[str, ...]
 
 
 def format_of(destination: str | os.PathLike[str]) -> str:
@@ -158,12 +186,15 @@ def convert(
     *,
     tier: str = "f32",
     quantiser: str = "absmax",
+    q4_parts: str = "all",
     format: str | None = None,
     resume: bool = False,
     progress: Watcher | None = None,
 ) -> Conversion:
     """Convert the checkpoint at `source` into a new one at `destination`.
 
+    `q4_parts` says what tier q4 makes 4-bit: "all" linear layers, embedding and head, or the large projections of "gdn"
+    layers alone; see the module. Layers of "all" whose columns do not divide by 32 are kept as stored, and named.
     `format` is by default what `format_of` says. `destination` appears when it is complete; nothing is left behind
     otherwise. With `resume` (converted checkpoints only) finished items outlive an error or interrupt, and are taken
     over from an earlier run after their content was compared with its hashes; the result has the same bits either way.
@@ -171,11 +202,11 @@ def convert(
     Raises:
         CheckpointError: the source cannot be read, or a tensor not quantised; there is something at the destination, it
             cannot be written, or lies on a disk with too little room; the GGUF format cannot hold the model; what is to
-            be resumed belongs to another conversion. UnsupportedError: tier q4 of a model one of whose projections
-            cannot be 4-bit. ValueError: an unknown tier, quantiser or format; `resume` of a GGUF file.
+            be resumed belongs to another conversion. UnsupportedError: tier q4 of a model one of whose GDN projections
+            cannot be 4-bit. ValueError: an unknown tier, quantiser, choice of parts or format; `resume` of a GGUF file.
             All but unreadable tensors are found before any work is done.
     """
-    recipe, format = Recipe(tier, quantiser), format or format_of(destination)
+    recipe, format = Recipe(tier, quantiser, q4_parts), format or format_of(destination)
     if format not in FORMATS:
         raise ValueError(f"format must be one of {', '.join(FORMATS)}, got {format!r}")
     if resume and format == "gguf":
@@ -185,6 +216,13 @@ def convert(
     with open_checkpoint(source) as checkpoint:
         job = Job(source, checkpoint, recipe, progress)
         _check_projections(job)
+        if job.not_q4:
+            _log.warning(
+                "%s: kept as stored, because their columns are not a multiple of %d: %s",
+                checkpoint.source,
+                GROUP,
+                listed(job.not_q4),
+            )
         if format == "gguf":
             _check_gguf(job)
             _check_place(destination, job.nbytes)
@@ -198,6 +236,7 @@ def convert(
     return Conversion(
         format=format,
         tier=tier,
+        q4_parts=job.q4_parts,
         quantiser=job.quantiser,
         tensors=len(job.infos),
         resumed=job.resumed,
@@ -205,6 +244,7 @@ def convert(
         nbytes=job.nbytes,
         seconds=seconds,
         quantisation=quantisation,
+        not_q4=job.not_q4,
     )
 
 
@@ -229,10 +269,22 @@ class Job:
         needed = any(self.recipe.quantises(name, info) for name, info in self.infos.items())
         return self.recipe.quantiser if needed else None
 
-    def apply(self, name: str) -> tuple[np.ndarray | Q4Codes, dict[str, float] | None]:
+    @property
+    def q4_parts(self) -> str | None:
+        """What is in 4 bits, where the tier says that something is."""
+        return self.recipe.q4_parts if self.recipe.tier == "q4" else None
+
+    @property
+    def not_q4(self) -> tuple[str, ...]:
+        """The linear layers that were to be 4-bit, and cannot."""
+        if self.q4_parts != "all":
+            return ()
+        return tuple(name for name, target in self.targets.items() if is_linear(name) and target.dtype != Q4_0)
+
+    def apply(self, name: str) -> tuple[np.ndarray | Q4Words, dict[str, float] | None]:
         """The tensor `name` for the destination, and what quantising cost, if it was done."""
         value, original = self.recipe.apply(self.source, name)
-        return value, _cost(original, value) if original is not None and isinstance(value, Q4Codes) else None
+        return value, _cost(original, value) if original is not None and isinstance(value, Q4Words) else None
 
     def done(self, names: Sequence[str], resumed: bool = False) -> None:
         """Count `names` as finished, by an earlier run if `resumed`."""
@@ -245,7 +297,9 @@ class Job:
 
 
 def _to_store(job: Job, destination: Path, *, resumable: bool) -> dict[str, Mapping[str, float]]:
-    with StoreWriter(destination, _header(job), resumable=resumable) as writer:
+    texts = read_texts(job.path)
+    _warn_of_tokenizer(job)
+    with StoreWriter(destination, _header(job, texts), resumable=resumable) as writer:
         for item, names in _items(job.targets, _item_bytes(job)):
             if writer.keep(item, {name: job.targets[name] for name in names}):
                 job.done(names, resumed=True)
@@ -254,14 +308,14 @@ def _to_store(job: Job, destination: Path, *, resumable: bool) -> dict[str, Mapp
                 for name in names:
                     building.put(name, *job.apply(name))
                     job.done([name])
-        records = writer.finish()
+        records = writer.finish(texts)
     return _costs(records)
 
 
 def _finished(job: Job, destination: Path) -> dict[str, Mapping[str, float]]:
     """The complete result of an earlier run of the same conversion, checked against its hashes."""
     with open_store(destination) as store:
-        require_same_conversion(store.header, _header(job), destination)
+        require_same_conversion(store.header, _header(job, read_texts(job.path)), destination)
         for name in store.names():
             store.check(name)
             job.done([name], resumed=True)
@@ -275,7 +329,7 @@ def _costs(records: Mapping[str, Record]) -> dict[str, Mapping[str, float]]:
 def _to_gguf(job: Job, destination: Path) -> dict[str, Mapping[str, float]]:
     quantisation = {}
 
-    def tensors() -> Iterator[tuple[str, np.ndarray | Q4Codes]]:
+    def tensors() -> Iterator[tuple[str, np.ndarray | Q4Words]]:
         for name in job.infos:
             value, cost = job.apply(name)
             if cost is not None:
@@ -285,11 +339,6 @@ def _to_gguf(job: Job, destination: Path) -> dict[str, Mapping[str, float]]:
 
     write_gguf(destination, job.source.config, tensors(), metadata=_gguf_metadata(job))
     return quantisation
-
-
-def _is_large(name: str) -> bool:
-    prefix, _, part = name.partition(".linear_attn.")
-    return bool(prefix) and part in LARGE_PROJECTIONS
 
 
 def _nbytes(info: TensorInfo) -> int:
@@ -304,10 +353,9 @@ def _nbytes(info: TensorInfo) -> int:
 _BLOCKS = {kind.name: kind for kind in GGML_TYPES.values()}
 
 
-def _cost(original: np.ndarray, value: Q4Codes) -> dict[str, float]:
+def _cost(original: np.ndarray, value: Q4Words) -> dict[str, float]:
     """The fields of `QuantReport`, to six digits: what differs beyond that between machines is no information."""
-    words: Any = pack_words(value.codes)
-    scales: Any = value.scales
+    words, scales = typing.cast(Any, value)
     report = quantization_report(original, Q4Tensor(codes=words, scales=scales))
     return {field: float(f"{number:.6g}") for field, number in report._asdict().items()}
 
@@ -387,9 +435,10 @@ def _items(targets: Mapping[str, TensorInfo], limit: int) -> Iterator[tuple[str,
             yield group if number == 1 else f"{group}.part{number}", part
 
 
-def _header(job: Job) -> dict[str, Any]:
+def _header(job: Job, texts: Mapping[str, bytes]) -> dict[str, Any]:
     return make_header(
         tier=job.recipe.tier,
+        q4_parts=job.q4_parts,
         quantiser=job.quantiser,
         config=job.source.config,
         provenance={
@@ -402,6 +451,7 @@ def _header(job: Job) -> dict[str, Any]:
                 for installed in importlib.metadata.distributions(name=name)
             },
         },
+        texts=texts,
     )
 
 
@@ -412,12 +462,16 @@ def _kind(source: Checkpoint) -> str:
 
 
 def _files(source: Path) -> list[Path]:
-    """The files that decide what a source holds; the manifest of a converted checkpoint has the hashes of the rest."""
+    """The files that decide what the model is; the manifest of a converted checkpoint has the hashes of the rest."""
     if source.is_file():
         return [source]
     if is_store(source):
         return [source / MANIFEST_FILE]
-    return sorted(file for file in source.iterdir() if file.suffix in (".json", ".safetensors") and file.is_file())
+    return sorted(
+        file
+        for file in source.iterdir()
+        if file.suffix in (".json", ".safetensors") and file.name not in TEXT_FILES and file.is_file()
+    )
 
 
 def _fingerprint(file: Path) -> dict[str, Any]:
@@ -433,12 +487,35 @@ def _fingerprint(file: Path) -> dict[str, Any]:
 
 
 def _gguf_metadata(job: Job) -> dict[str, Any]:
-    """What the file says beside the model: the conversion, and what a GGUF source says, such as its tokenizer."""
+    """What the file says beside the model."""
     own = {TIER_KEY: job.recipe.tier, SOURCE_KEY: job.path.resolve().name}
-    if job.quantiser is not None:
-        own[QUANTISER_KEY] = job.quantiser
-    if not isinstance(job.source, GgufCheckpoint):
-        return own
-    with GgufFile(job.path) as file:
-        carried = {k: v for k, v in file.metadata.items() if k.startswith(_CARRIED) and k not in _NOT_CARRIED}
-    return carried | own
+    for key, value in ((PARTS_KEY, job.q4_parts), (QUANTISER_KEY, job.quantiser)):
+        own |= {key: value} if value is not None else {}
+    return gguf_extras(job) | own
+
+
+def gguf_extras(job: Job) -> dict[str, Any]:
+    """What a GGUF file takes over from its source beside the model: what a GGUF source says, else the tokenizer.
+
+    Raises:
+        CheckpointError: the tokenizer's files are damaged. (Where they are of a kind that the format cannot hold, or
+            are not there, a warning says so.)
+    """
+    if isinstance(job.source, GgufCheckpoint):
+        with GgufFile(job.path) as file:
+            return {k: v for k, v in file.metadata.items() if k.startswith(_CARRIED) and k not in _NOT_CARRIED}
+    config = job.source.config
+    ends = end_ids(job.path) | named_ids(config, END_KEYS, str(job.path))
+    try:
+        return tokenizer_metadata(job.path, vocab=config["vocab_size"], ends=ends)
+    except TokenizerKindError as error:
+        _log.warning("the GGUF file has no tokenizer: %s", error)
+        return {}
+
+
+def _warn_of_tokenizer(job: Job) -> None:
+    """The tokenizer of a GGUF file is no text file."""
+    if isinstance(job.source, GgufCheckpoint):
+        with GgufFile(job.path) as file:
+            if f"{PREFIX}model" in file.metadata:
+                _log.warning("%s: its tokenizer stays there; name the file where one is needed (--tokenizer)", job.path)

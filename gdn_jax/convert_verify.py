@@ -1,7 +1,7 @@
-"""Proof that a converted checkpoint is what its source gives under its recipe: every tensor, and the configuration."""
+"""Proof that a converted checkpoint is what its source gives: every tensor, the configuration and the tokenizer."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,10 +13,12 @@ from checkpoints.gguf_file import GgufFile
 from checkpoints.gguf_layout import Part
 from checkpoints.gguf_qwen import GgufCheckpoint
 from checkpoints.names import listed
-from checkpoints.orbax_item import arrays_of, content_hash, info_of
-from checkpoints.q4_blocks import Q4Codes
+from checkpoints.orbax_item import Q4_0, arrays_of, content_hash, info_of
+from checkpoints.q4_blocks import Q4Words
 from checkpoints.store import StoreCheckpoint
-from gdn_jax.convert import QUANTISER_KEY, TIER_KEY, Job, Recipe, Watcher, gguf_parts
+from checkpoints.store_manifest import Q4_PARTS, is_large
+from checkpoints.text_files import digest, read_texts
+from gdn_jax.convert import PARTS_KEY, QUANTISER_KEY, TIER_KEY, Job, Recipe, Watcher, gguf_extras, gguf_parts
 from gdn_jax.errors import CheckpointError
 from gdn_jax.q4 import METHODS
 
@@ -34,6 +36,7 @@ class Verification(NamedTuple):
     """
 
     tier: str
+    q4_parts: str | None
     quantiser: str | None
     exact: int
     bounded: int
@@ -52,23 +55,25 @@ def verify(
     *,
     tier: str | None = None,
     quantiser: str | None = None,
+    q4_parts: str | None = None,
     progress: Watcher | None = None,
 ) -> Verification:
     """Convert `source` again, tensor by tensor, and compare with what is at `destination`, which is not changed.
 
-    Tier and quantiser are those that the destination says it was made with; where it says nothing they must be given.
-    Dense tensors and codes are compared by SHA-256 of their bits, with dtype and shape.
+    Tier, quantiser and parts are those that the destination says it was made with; where it says nothing the first two
+    must be given, and its tensors tell what is 4-bit. Dense tensors and codes are compared by SHA-256 of their bits,
+    with dtype and shape.
 
     Raises:
         CheckpointError: the source cannot be read; the destination cannot be opened, is no result of a conversion, or
-            does not agree with the tier or quantiser given. (A tensor that cannot be read there is a fault.)
+            does not agree with what is given. (A tensor that cannot be read there is a fault.)
     """
     source, destination = Path(source), Path(destination)
     with open_checkpoint(source) as original, open_checkpoint(destination) as result:
-        recipe = _recipe(result, tier, quantiser)
+        recipe = _recipe(result, {"tier": tier, "quantiser": quantiser, "q4_parts": q4_parts})
         job = Job(source, original, recipe, progress)
         is_gguf = isinstance(result, GgufCheckpoint)
-        faults = list(_gguf_config_faults(original, result) if is_gguf else _config_faults(original, result))
+        faults = list(_gguf_config_faults(job, result) if is_gguf else _config_faults(job, result))
         if odd := sorted(job.infos.keys() ^ set(result.names())):
             faults.append(f"only one of the two has {listed(odd)}")
         parts = gguf_parts(result) if is_gguf else {}
@@ -81,6 +86,7 @@ def verify(
             job.done([name])
     return Verification(
         tier=recipe.tier,
+        q4_parts=job.q4_parts,
         quantiser=job.quantiser,
         exact=len(common) - len(shares),
         bounded=len(shares),
@@ -89,42 +95,63 @@ def verify(
     )
 
 
-def _recipe(result: Checkpoint, tier: str | None, quantiser: str | None) -> Recipe:
+def _recipe(result: Checkpoint, given: Mapping[str, str | None]) -> Recipe:
     """The recipe that the destination records, completed by what is given and in agreement with it."""
     recorded = _recorded(result)
-    for name, stated, given in (("tier", recorded[0], tier), ("quantiser", recorded[1], quantiser)):
-        if given is not None and stated is not None and given != stated:
-            raise CheckpointError(f"{result.source}: was made with {name} {stated}, not {given}")
-    tier, quantiser = recorded[0] or tier, recorded[1] or quantiser
-    if tier is None or (recorded[0] is None and tier == "q4" and quantiser is None):
+    for name, value in given.items():
+        if value is not None and recorded[name] is not None and value != recorded[name]:
+            raise CheckpointError(f"{result.source}: was made with {name} {recorded[name]}, not {value}")
+    known = {name: recorded[name] or value for name, value in given.items()}
+    unknown_rule = recorded["tier"] is None and known["tier"] == "q4" and known["quantiser"] is None
+    if known["tier"] is None or unknown_rule:
         raise CheckpointError(f"{result.source}: does not say how it was made; give the tier, and for q4 the quantiser")
     # Where a conversion quantised nothing it records no quantiser, and the choice does not matter.
-    return Recipe(tier, quantiser or METHODS[0])
+    return Recipe(known["tier"], known["quantiser"] or METHODS[0], known["q4_parts"] or _parts_of(result))
 
 
-def _recorded(result: Checkpoint) -> tuple[Any, Any]:
+def _recorded(result: Checkpoint) -> dict[str, Any]:
     if isinstance(result, StoreCheckpoint):
-        return result.tier, result.quantiser
+        return {"tier": result.tier, "quantiser": result.quantiser, "q4_parts": result.q4_parts}
     if isinstance(result, GgufCheckpoint):
+        keys = {"tier": TIER_KEY, "quantiser": QUANTISER_KEY, "q4_parts": PARTS_KEY}
         with GgufFile(result.source) as file:
-            return file.metadata.get(TIER_KEY), file.metadata.get(QUANTISER_KEY)
+            return {name: file.metadata.get(key) for name, key in keys.items()}
     raise CheckpointError(f"{result.source}: expected a converted checkpoint or a GGUF file to verify")
 
 
-def _config_faults(original: Checkpoint, result: Checkpoint) -> Iterator[str]:
-    for key in sorted(original.config.keys() | result.config.keys()):
-        if original.config.get(key) != result.config.get(key):
+def _parts_of(result: Checkpoint) -> str:
+    """What is in 4 bits in a file that does not say so."""
+    others = any(result.info(name).dtype == Q4_0 for name in result.names() if not is_large(name))
+    return Q4_PARTS[0 if others else 1]
+
+
+def _config_faults(job: Job, result: Checkpoint) -> Iterator[str]:
+    original = job.source.config
+    for key in sorted(original.keys() | result.config.keys()):
+        if original.get(key) != result.config.get(key):
             yield f"the configurations differ in {key}"
+    assert isinstance(result, StoreCheckpoint)
+    texts = {name: digest(data) for name, data in read_texts(job.path).items()}
+    for name in sorted(texts.keys() | result.texts.keys()):
+        if texts.get(name) != result.texts.get(name):
+            yield f"the text files differ in {name}"
 
 
-def _gguf_config_faults(original: Checkpoint, result: Checkpoint) -> Iterator[str]:
-    """The metadata must be those that the source's configuration gives; the file holds floats in 32 bits."""
+def _gguf_config_faults(job: Job, result: Checkpoint) -> Iterator[str]:
+    """The metadata must be those that the source's configuration and tokenizer give; the file has floats of 32 bits."""
     with GgufFile(result.source) as file:
-        for key, wanted in metadata_of(original.config).items():
+        for key, wanted in (metadata_of(job.source.config) | gguf_extras(job)).items():
             found = file.metadata.get(key)
             wanted = float(np.float32(wanted)) if isinstance(wanted, float) else wanted
-            if found is None or not np.array_equal(found, wanted):
+            if not _same_value(found, wanted):
                 yield f"metadata key {key} is {found!r:.80}, expected {wanted!r:.80}"
+
+
+def _same_value(found: Any, wanted: Any) -> bool:
+    """Whether two metadata values are the same; numbers come in arrays, and lists of text as lists."""
+    if isinstance(found, np.ndarray) or isinstance(wanted, np.ndarray):
+        return found is not None and np.array_equal(found, wanted)
+    return found == wanted
 
 
 def _compare(job: Job, result: Checkpoint, name: str, part: Part | None) -> tuple[float | None, str | None]:
@@ -139,7 +166,7 @@ def _compare(job: Job, result: Checkpoint, name: str, part: Part | None) -> tupl
     rounded = value if part is not None and part.transform is not None else None
     del value
     try:
-        found = result.read_q4(name) if info.dtype == "Q4_0" else result.read(name)
+        found = result.read_words(name) if info.dtype == Q4_0 else result.read(name)
     except CheckpointError as error:
         return None, str(error)
     if info_of(found) != info:
@@ -148,7 +175,7 @@ def _compare(job: Job, result: Checkpoint, name: str, part: Part | None) -> tupl
         share = _share_of_bound(name, found, rounded)
         return share, None if share <= 1 else f"tensor {name!r} is off by {share:.3g} times what the format costs"
     same = content_hash(arrays_of(found)) == digest
-    return None, None if same else f"tensor {name!r} has other {'codes' if isinstance(found, Q4Codes) else 'numbers'}"
+    return None, None if same else f"tensor {name!r} has other {'codes' if isinstance(found, Q4Words) else 'numbers'}"
 
 
 def _share_of_bound(name: str, found: np.ndarray, expected: np.ndarray) -> float:

@@ -1,10 +1,37 @@
-"""The gated delta rule in its serial form."""
+"""The gated delta rule in plain XLA: its serial form, and its chunked form for whole sequences.
+
+The chunked form, for one value head and a chunk of c tokens that finds S: with d(i, j) = exp(g_{j+1} + … + g_i)
+the decay from token j to token i, and d(i) that from the chunk's beginning to token i, unrolling the serial form gives
+
+    u_i = beta_i · (v_i - d(i) · Sᵀk_i - sum_{j < i} d(i, j) · (k_i · k_j) · u_j)
+    o_i = d(i) · Sᵀq_i + sum_{j ≤ i} d(i, j) · (q_i · k_j) · u_j
+    S' = d(c) · S + sum_j d(c, j) · k_j u_jᵀ
+
+of which the first line is a unit-lower-triangular system in the u of the chunk. All that does not depend on S is
+computed for all chunks at once; then S goes from chunk to chunk.
+
+Axes of this module beside the glossary's: n chunks, c tokens in a chunk.
+"""
+
+import functools
+from typing import NamedTuple
 
 import jax.numpy as jnp
+from jax import lax
 
-from gdn_jax.axes import Array, Float32
+from gdn_jax.axes import Array, Bool, Float32, Int32
 
-__all__ = ["delta_step"]
+__all__ = ["CHUNK", "delta_chunk", "delta_step", "first_tokens", "valid_tokens"]
+
+CHUNK = 64
+"""Tokens per chunk, unless told otherwise."""
+
+_WRITES = 8
+
+# Float32 products on every device: the default would be TF32 on a GPU.
+_EXACT = {"precision": lax.Precision.HIGHEST, "preferred_element_type": jnp.float32}
+_einsum = functools.partial(jnp.einsum, **_EXACT)
+_matmul = functools.partial(jnp.matmul, **_EXACT)
 
 
 def delta_step(
@@ -26,6 +53,210 @@ def delta_step(
     u = beta[..., None] * (v - jnp.sum(s * k[..., None], axis=-2))
     s = s + k[..., None] * u[..., None, :]
     return jnp.sum(s * q[..., None], axis=-2), s
+
+
+def delta_chunk(
+    s: Float32[Array, "B H K V"],
+    q: Float32[Array, "T B G K"],
+    k: Float32[Array, "T B G K"],
+    v: Float32[Array, "T B H V"],
+    beta: Float32[Array, "T B H"],
+    g: Float32[Array, "T B H"],
+    *,
+    chunk: int = CHUNK,
+    lengths: Int32[Array, "B"] | None = None,
+    segment_ids: Int32[Array, "T B"] | None = None,
+) -> tuple[Float32[Array, "T B H V"], Float32[Array, "B H K V"]]:
+    """T tokens of `delta_step`, `chunk` tokens at a time: o of every token, and S after the last.
+
+    In row b the tokens from `lengths[b]` on are padding: o is 0 there, S is that of the last token before, and a row
+    without tokens keeps S bit for bit. Where `segment_ids` changes from one token to the next, a document begins: S
+    is zeroed. The first document continues the given S. g may be -inf, which is a full reset; it must not be positive. Keys are
+    taken to have a length of at most 1, and beta to lie in 0 … 1: beyond, S may grow without bound, and what overflows is not
+    kept apart from other documents.
+
+    NaN and infinities stay where the serial form keeps them: in their row, and from their token to the end of their
+    document; within these in one value column, if they come in v or S. What they reach is NaN, and carries no gradient.
+
+    Raises:
+        ValueError: `chunk` is below 1.
+    """
+    if chunk < 1:
+        raise ValueError(f"chunk must be at least 1, got {chunk}")
+    tokens, batch, heads, _ = v.shape
+    if tokens == 0:
+        return jnp.zeros_like(v), s
+    index = jnp.arange(tokens, dtype=jnp.int32)[:, None]
+    valid = valid_tokens(lengths, tokens, batch)
+    first = first_tokens(segment_ids, valid)
+
+    spoilt, spoilt_end = _reach_of_non_finite(s, k, v, beta, g, first, valid)
+    mute = ~jnp.all(jnp.isfinite(q), axis=-1)
+    calm_s, q, k, v, beta = (jnp.where(jnp.isfinite(x), x, 0.0) for x in (s, q, k, v, beta))
+    q, k, v, beta, g = (jnp.where(_trailing(valid, x), x, 0.0) for x in (q, k, v, beta, jnp.where(g < jnp.inf, g, 0.0)))
+    g = jnp.where(_trailing(first == index, g), -jnp.inf, g)
+
+    chunks = _chunks(q, k, v, beta, g, min(chunk, tokens))
+    o, end = _over_chunks(_grouped(calm_s, 1, q.shape[2]), chunks)
+    o = jnp.moveaxis(o, -2, 1).reshape(-1, batch, heads, v.shape[-1])[:tokens]
+    o = jnp.where(spoilt | jnp.repeat(mute, heads // mute.shape[2], axis=2)[..., None], jnp.nan, o)
+    end = jnp.where(spoilt_end[:, :, None], jnp.nan, end.reshape(s.shape))
+    return jnp.where(_trailing(valid, o), o, 0.0), jnp.where(_trailing(valid[0], s), end, s)
+
+
+def valid_tokens(lengths: Int32[Array, "B"] | None, tokens: int, batch: int) -> Bool[Array, "T B"]:
+    """Which tokens are not padding."""
+    if lengths is None:
+        return jnp.ones((tokens, batch), jnp.bool_)
+    return jnp.arange(tokens, dtype=jnp.int32)[:, None] < lengths[None]
+
+
+def first_tokens(segment_ids: Int32[Array, "T B"] | None, valid: Bool[Array, "T B"]) -> Int32[Array, "T B"]:
+    """For every token the index of its document's first token; -1 in the first document, which began before.
+
+    Padding belongs to the last document.
+    """
+    before = jnp.full((1, valid.shape[1]), -1, jnp.int32)
+    if segment_ids is None:
+        return jnp.broadcast_to(before, valid.shape)
+    index = jnp.arange(1, valid.shape[0], dtype=jnp.int32)[:, None]
+    starts = jnp.where(valid[1:] & (segment_ids[1:] != segment_ids[:-1]), index, -1)
+    return lax.cummax(jnp.concatenate([before, starts]), axis=0)
+
+
+class _Chunks(NamedTuple):
+    """All that the chunks need beside S."""
+
+    keys_and_queries: Float32[Array, "n B G 2c K"]
+    v: Float32[Array, "n B G R c V"]
+    beta: Float32[Array, "n B G R c"]
+    solve: Float32[Array, "n B G R c c"]
+    """The inverse of the triangular system."""
+    scores: Float32[Array, "n B G R c c"]
+    """d(i, j) · (q_i · k_j) for j ≤ i."""
+    decay_in: Float32[Array, "n B G R c"]
+    """d(i), from the chunk's beginning."""
+    decay_out: Float32[Array, "n B G R c"]
+    """d(c, j), to the chunk's end."""
+
+
+def _chunks(q: Array, k: Array, v: Array, beta: Array, g: Array, chunk: int) -> _Chunks:
+    key_heads = q.shape[2]
+    q, k = (jnp.moveaxis(_split(x, chunk), 1, -2) for x in (q, k))
+    v = jnp.moveaxis(_grouped(_split(v, chunk), 3, key_heads), 1, -2)
+    beta, g = (jnp.moveaxis(_grouped(_split(x, chunk), 3, key_heads), 1, -1) for x in (beta, g))
+    keys_and_queries = jnp.concatenate([k, q], axis=-2)
+    products = _einsum("nbgik,nbgjk->nbgij", keys_and_queries, k)[:, :, :, None]
+    overlaps, scores = jnp.split(products, 2, axis=-2)
+    seen = jnp.tri(chunk, dtype=jnp.bool_)
+    decay = jnp.where(_leading(seen, g[..., None]), jnp.exp(_segment_sums(g)), 0.0)
+    earlier = _leading(jnp.tri(chunk, k=-1, dtype=jnp.bool_), g[..., None])
+    system = jnp.where(earlier, beta[..., None] * decay * overlaps, 0.0)
+    return _Chunks(
+        keys_and_queries=keys_and_queries,
+        v=v,
+        beta=beta,
+        solve=_unit_lower_inverse(system),
+        scores=decay * scores,
+        decay_in=jnp.exp(jnp.cumsum(g, axis=-1)),
+        decay_out=decay[..., -1, :],
+    )
+
+
+def _over_chunks(
+    s: Float32[Array, "B G R K V"], chunks: _Chunks
+) -> tuple[Float32[Array, "n B G R c V"], Float32[Array, "B G R K V"]]:
+    def body(s, now):
+        c = now.v.shape[-2]
+        read = _einsum("bgck,bgrkv->bgrcv", now.keys_and_queries, s)
+        read = read * jnp.concatenate([now.decay_in] * 2, axis=-1)[..., None]
+        u = _matmul(now.solve, now.beta[..., None] * (now.v - read[..., :c, :]))
+        o = read[..., c:, :] + _matmul(now.scores, u)
+        written = _sum_of_writes(now.keys_and_queries[..., :c, :], now.decay_out[..., None] * u)
+        return now.decay_in[..., -1, None, None] * s + written, o
+
+    s, o = lax.scan(body, s, chunks)
+    return o, s
+
+
+def _sum_of_writes(k: Float32[Array, "B G c K"], u: Float32[Array, "B G R c V"]) -> Float32[Array, "B G R K V"]:
+    """sum_j k_j u_jᵀ, in partial sums of 8 consecutive tokens.
+
+    Where keys are alike, each write takes back most of the one before. Sums in the order of the tokens, as in the
+    serial form, then stay small; a matrix product adds in an order of its own, in which they grow and are rounded more.
+    """
+    k, u = (_split(jnp.moveaxis(x, -2, 0), _WRITES) for x in (k, u))
+    return jnp.sum(_einsum("mcbgk,mcbgrv->mbgrkv", k, u), axis=0)
+
+
+def _segment_sums(g: Float32[Array, "... c"]) -> Float32[Array, "... c c"]:
+    """L[i, j] = g_{j+1} + … + g_i, and 0 for j ≥ i.
+
+    Each sum is taken over its own terms. As the difference of two prefix sums it would lose what a strong decay before
+    token j leaves below its last digit, and be NaN after a full reset.
+    """
+    later = _leading(jnp.tri(g.shape[-1], k=-1, dtype=jnp.bool_), g[..., None])
+    return jnp.cumsum(jnp.where(later, g[..., None], 0.0), axis=-2)
+
+
+def _unit_lower_inverse(a: Float32[Array, "... c c"]) -> Float32[Array, "... c c"]:
+    """(1 + a)⁻¹ for a strictly lower a, from the inverses of diagonal blocks that double in width.
+
+    [[P, 0], [M, Q]]⁻¹ = [[P⁻¹, 0], [-Q⁻¹ M P⁻¹, Q⁻¹]], for all pairs of blocks at once, within the whole matrix. Every
+    block's inverse belongs to a shorter chunk, so its entries are at most 1 where keys have length 1 and beta ≤ 1, and
+    the error is that of forward substitution. Powers of `a`, the shorter way, would pass through binomial coefficients
+    and cancel where keys are alike.
+    """
+    index = jnp.arange(a.shape[-1], dtype=jnp.int32)
+    inverse = jnp.broadcast_to(jnp.eye(a.shape[-1], dtype=jnp.float32), a.shape)
+    width = 1
+    while width < a.shape[-1]:
+        row, column = index[:, None] // width, index[None] // width
+        below = jnp.where(_leading((row == column + 1) & (row % 2 == 1), a), a, 0.0)
+        inverse = inverse - _matmul(inverse, _matmul(below, inverse))
+        width *= 2
+    return inverse
+
+
+def _reach_of_non_finite(
+    s: Array, k: Array, v: Array, beta: Array, g: Array, first: Array, valid: Array
+) -> tuple[Bool[Array, "T B H V"], Bool[Array, "B H V"]]:
+    """Where S has taken in anything that is not finite: at each token, and after the last.
+
+    A product with a masked NaN is NaN, so matrix products over a chunk would carry it to earlier tokens and to other
+    documents. They are given zeros instead, and what the serial form would have spoilt is spoilt afterwards.
+    """
+    tokens, _, heads, _ = v.shape
+    bad_key = jnp.repeat(~jnp.all(jnp.isfinite(k), axis=-1), heads // k.shape[2], axis=2)
+    bad_token = bad_key | ~jnp.isfinite(beta) | ~(g < jnp.inf)
+    bad = valid[:, :, None, None] & (bad_token[..., None] | ~jnp.isfinite(v))
+    bad_before = ~jnp.all(jnp.isfinite(s), axis=-2)
+    index = jnp.arange(tokens, dtype=jnp.int32)[:, None, None, None]
+    # The last index that was bad: -1 for S itself, as the first document's first token; -2 for none.
+    latest = lax.cummax(jnp.where(bad, index, jnp.where(bad_before, -1, -2)[None]), axis=0)
+    spoilt = latest >= _trailing(first, latest)
+    return spoilt, spoilt[-1]
+
+
+def _split(x: Float32[Array, "T ..."], chunk: int) -> Float32[Array, "n c ..."]:
+    """The tokens in chunks, with zeros after the last: they write nothing and decay nothing."""
+    padding = [(0, -x.shape[0] % chunk)] + [(0, 0)] * (x.ndim - 1)
+    return jnp.pad(x, padding).reshape(-1, chunk, *x.shape[1:])
+
+
+def _grouped(x: Array, axis: int, key_heads: int) -> Array:
+    """Value heads at `axis` as [G, R]."""
+    return x.reshape(*x.shape[:axis], key_heads, -1, *x.shape[axis + 1 :])
+
+
+def _trailing(mask: Array, x: Array) -> Array:
+    """The mask with axes of size 1 behind it, up to the rank of x."""
+    return mask.reshape(*mask.shape, *(1,) * (x.ndim - mask.ndim))
+
+
+def _leading(mask: Bool[Array, "c c"], x: Array) -> Bool[Array, "..."]:
+    """The mask with axes of size 1 before it, up to the rank of x."""
+    return mask.reshape(*(1,) * (x.ndim - mask.ndim), *mask.shape)
 
 
 def _per_value_head(x, value_heads):

@@ -22,6 +22,7 @@ from gdn_jax.gates import log_decay, write_strength
 from gdn_jax.limbs import LIMBS, group_digits, q4_matvec
 from gdn_jax.norms import QK_EPS, rms_norm
 from gdn_jax.q4 import Q4Tensor
+from pallas_kernels import attend as attend_kernels
 from pallas_kernels import delta_step as delta_kernels
 from pallas_kernels import limbs as limb_kernels
 from pallas_kernels import project_in, q4_gemv
@@ -37,12 +38,15 @@ __all__ = [
     "Activations",
     "Choice",
     "add_and_norm",
+    "attend_from_cache",
+    "attend_limbs",
     "bandwidth_copy",
     "bandwidth_read",
     "check_implementation",
     "check_precision",
     "check_products",
     "choose",
+    "choose_attend",
     "choose_delta_layer",
     "choose_layer_input",
     "choose_product",
@@ -61,7 +65,7 @@ __all__ = [
 IMPLEMENTATIONS = ("xla", "mosaic", "triton", "interpret")
 PRECISIONS = {"f32": ("exact",), "q4": ("exact", "q8")}
 """Tier of the large projections -> the precisions it has."""
-OPERATIONS = ("project", "layer_input", "delta_layer")
+OPERATIONS = ("project", "layer_input", "delta_layer", "attend")
 
 type Matrix = Array | Q4Tensor
 
@@ -124,10 +128,12 @@ def choose(operation: str, implementation: str | None, objections: Mapping[str, 
 def implementation_report() -> tuple[Choice, ...]:
     """What each operation will run on here, and why, for one sequence in the 27B geometry."""
     state = jax.ShapeDtypeStruct((48, 1, 48, 128, 128), jnp.float32)
+    cache = jax.ShapeDtypeStruct((16, 1, 4096, 4, 256), jnp.float32)
     return (
         choose("project", None, _product_objections([(48, 16384, 5120)], 1, 3)),
         choose("layer_input", None, _objections(project_in.supported, 48, 10240, 6144, 5120, 1, 3)),
         choose("delta_layer", None, _objections(delta_kernels.supported, state)),
+        choose("attend", None, _objections(attend_kernels.supported, cache, 24)),
     )
 
 
@@ -404,6 +410,63 @@ def delta_layer(
         keep=keep,
         interpret=interpret,
     )
+
+
+def choose_attend(keys: Any, heads: int, implementation: str | None) -> Choice:
+    """The implementation of what lies between full attention's projections, for `heads` query heads and a cache.
+
+    `keys` [A, B, S, N, Hd] is anything with a shape and a dtype. XLA takes what the kernels do not, under any name.
+    """
+    objections = _objections(attend_kernels.supported, keys, heads)
+    if implementation in IMPLEMENTATIONS and (
+        reason := objections.get(implementation, "the kernels have no such form")
+    ):
+        return Choice("attend", "xla", "asked for by name" if implementation == "xla" else reason)
+    return choose("attend", implementation, objections)
+
+
+def attend_limbs(w: Matrix, keys: Any, heads: int, precision: str, implementation: str | None) -> int:
+    """Limbs that the kernels are to leave full attention's output in, for a product with w; 0: in float32."""
+    _, batch, _, _, head_dim = keys.shape
+    if not isinstance(w, Q4Tensor) or attend_kernels.supported(keys, heads, limbs=LIMBS[precision], interpret=True):
+        return 0
+    name = _kernel_for((w,), (batch, heads * head_dim), precision, implementation)
+    return 0 if name is None else LIMBS[precision]
+
+
+def attend_from_cache(
+    q: Float32[Array, "B Nq both"],
+    k: Float32[Array, "B N Hd"],
+    v: Float32[Array, "B N Hd"],
+    q_norm: Float32[Array, "Lw Hd"],
+    k_norm: Float32[Array, "Lw Hd"],
+    keys: Array,
+    values: Array,
+    layer: Int32[Array, ""],
+    position: Int32[Array, "B"],
+    writes: Active,
+    frequencies: Float32[Array, "half"],
+    *,
+    norm_eps: float,
+    limbs: int,
+    interpret: bool,
+) -> tuple[Array | Activations, Array, Array]:
+    """Full attention between its projections, by kernels: q and k made ready, the cache [A, B, S, N, Hd] written in
+    place, and the gated output [B, Nq·Hd] as limbs (0: in float32). q has its gate in the second half of each head.
+    """
+    how = {"layer": _index(layer), "position": position, "interpret": interpret}
+    placed = attend_kernels.place(
+        *(q, k, v, q_norm, k_norm, keys, values),
+        weight_layer=_index(layer),
+        writes=writes,
+        frequencies=frequencies,
+        eps=norm_eps,
+        **how,
+    )
+    split = _splitter(limbs) if limbs else None
+    made = attend_kernels.attend(placed.q, q, placed.keys, placed.values, split=split, limbs=limbs, **how)
+    gated = Activations(None, made.digits, made.x_scales) if limbs else made.o
+    return gated, placed.keys, placed.values
 
 
 def _splitter(limbs: int):

@@ -20,7 +20,7 @@ from gdn_jax.stages import Stages, advance_active
 from gdn_jax.state import GdnState
 from gdn_jax.weights import GdnStack, GdnWeights
 
-__all__ = ["run_on_slot"]
+__all__ = ["run_on_slot", "with_rules"]
 
 
 def run_on_slot(
@@ -53,10 +53,10 @@ def run_on_slot(
     def by_xla(w, state, layer, operands):
         return program(_Sliced.take(w, state, layer, cfg, precision), *operands)
 
-    return _with_rules(by_kernels, by_xla, implementation)(w, state, jnp.asarray(layer, jnp.int32), operands)
+    return with_rules(by_kernels, by_xla, implementation)(w, state, jnp.asarray(layer, jnp.int32), operands)
 
 
-def _with_rules(by_kernels: Callable[..., Any], by_xla: Callable[..., Any], name: str | None) -> Callable[..., Any]:
+def with_rules(by_kernels: Callable[..., Any], by_xla: Callable[..., Any], name: str | None) -> Callable[..., Any]:
     """`by_kernels`, giving way to `by_xla` under `grad` and `vmap`; or refusing them if asked for by name."""
 
     def refuse(transformation):

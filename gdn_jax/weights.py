@@ -14,12 +14,12 @@ import numpy as np
 import checkpoints
 from checkpoints.hf_config import GdnDims, gdn_layers
 from checkpoints.names import gdn_prefix, gdn_shapes
-from checkpoints.q4_blocks import pack_words
+from checkpoints.q4_blocks import Q4Words
 from gdn_jax.axes import Leaf
 from gdn_jax.config import GdnConfig
 from gdn_jax.errors import CheckpointError, UnsupportedError
 from gdn_jax.fence import fence
-from gdn_jax.q4 import CODES_PER_WORD, GROUP, METHODS, Q4Tensor, quantize, quantize_rows
+from gdn_jax.q4 import CODES_PER_WORD, GROUP, METHODS, Q4Tensor, quantize, quantize_words
 from gdn_jax.require import require_config, require_kind
 
 __all__ = [
@@ -326,14 +326,12 @@ def _convert(row: Row, tensor: Any, where: str) -> np.ndarray:
     return array
 
 
-def _read_q4(checkpoint: checkpoints.Checkpoint, prefix: str, row: Row, where: str, quantiser: str):
+def _read_q4(checkpoint: checkpoints.Checkpoint, prefix: str, row: Row, where: str, quantiser: str) -> Q4Words:
     """A large projection as device words and scales: as stored where it is stored in 4 bits, else quantised."""
     name = prefix + row.name
     if checkpoint.info(name).dtype == "Q4_0":
-        codes, scales = checkpoint.read_q4(name)
-    else:
-        codes, scales = quantize_rows(_convert(row, checkpoint.read(name), where), quantiser)
-    return pack_words(codes), scales
+        return checkpoint.read_words(name)
+    return quantize_words(_convert(row, checkpoint.read(name), where), quantiser)
 
 
 def _assemble(fields: Mapping[str, Any]) -> GdnWeights:

@@ -188,7 +188,7 @@ def test_a_peer_that_fails_is_a_line_and_not_the_end(capsys, monkeypatch):
     ("arguments", "message"),
     [
         (["ceiling", "--shapes", "32x32"], "--shapes belongs to gemv, not to ceiling"),
-        (["gemv", "--geometry", "qwen3.5-27b"], "--geometry belongs to delta, layer, not to gemv"),
+        (["gemv", "--geometry", "qwen3.5-27b"], "--geometry belongs to delta, layer, decode, prefill, not to gemv"),
         (["delta", "--layers", "2"], "--layers belongs to layer"),
         (["delta", "--precision", "q8"], "--precision belongs to gemv, layer"),
         (["ceiling", "--batch", "1"], "--batch belongs to"),

@@ -102,11 +102,11 @@ def test_a_malformed_command_line_is_status_2(capsys, arguments):
 def test_info_as_text_and_json(capsys):
     status, out, _ = run(capsys, "info")
     assert status == 0
-    assert "delta_step" in out
+    assert "delta_layer" in out
     assert "qwen3.5-27b" in out
     status, out, _ = run(capsys, "info", "--json")
     assert status == 0
-    assert json.loads(out)["implementations"]["delta_step"] == "xla"
+    assert json.loads(out)["implementations"]["delta_layer"] == "xla"
 
 
 def test_info_warns_of_a_card_that_jax_does_not_see(capsys, monkeypatch):

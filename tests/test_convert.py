@@ -14,6 +14,7 @@ import pytest
 
 import gdn_jax as gdn
 from checkpoints import CheckpointError, open_checkpoint
+from checkpoints.gguf_qwen import write_gguf
 from checkpoints.q4_blocks import Q4Codes
 from checkpoints.store import open_store
 from checkpoints.store_manifest import LARGE_PROJECTIONS
@@ -21,7 +22,7 @@ from checkpoints.store_writer import draft_of
 from gdn_jax import cli, convert, convert_verify
 from gdn_jax.errors import UnsupportedError
 from gdn_jax.q4_quantizers import quantize_rows
-from tests.support import gguf_files, hf_files
+from tests.support import gguf_files, hf_files, text_files
 from tests.support.paths import FIXTURES, MODELS
 
 # F43: 2^-24 where 1 was added in float32, 2^-23 where the log of an exponential was taken.
@@ -35,6 +36,12 @@ def run(capsys, *arguments):
 
 def is_large(name):
     return ".linear_attn." in name and name.endswith(LARGE_PROJECTIONS)
+
+
+def is_quantised(name, parts):
+    """Of the models here, whose columns all divide by 32."""
+    linear = name.endswith("_proj.weight") or name in ("embed_tokens.weight", "lm_head.weight")
+    return is_large(name) or (parts == "all" and linear)
 
 
 def values(path):
@@ -133,41 +140,42 @@ def test_what_gguf_cannot_hold_is_refused_before_any_work(tmp_path):
     assert entries(tmp_path) == ["cut", "tied"]
 
 
-@pytest.mark.parametrize("quantiser", ["absmax", "q4_0", "mse"])
-def test_q4_is_the_same_on_every_route(tmp_path, source, quantiser):
+@pytest.mark.parametrize(("quantiser", "parts"), [("absmax", "all"), ("q4_0", "all"), ("mse", "gdn")])
+def test_q4_is_the_same_on_every_route(tmp_path, source, quantiser, parts):
     """HF → Orbax, HF → GGUF → Orbax, HF → Orbax → GGUF, and quantising while loading."""
-    recipe = {"tier": "q4", "quantiser": quantiser}
+    recipe = {"tier": "q4", "quantiser": quantiser, "q4_parts": parts}
     done = convert.convert(source, tmp_path / "a", **recipe)
     convert.convert(source, tmp_path / "b.gguf", **recipe)
     convert.convert(tmp_path / "b.gguf", tmp_path / "c", **recipe)
-    convert.convert(tmp_path / "a", tmp_path / "d.gguf", tier="q4")
-    convert.convert(tmp_path / "b.gguf", tmp_path / "e.gguf", tier="q4")
+    convert.convert(tmp_path / "a", tmp_path / "d.gguf", tier="q4", q4_parts=parts)
+    convert.convert(tmp_path / "b.gguf", tmp_path / "e.gguf", tier="q4", q4_parts=parts)
     original, stored = values(source), values(tmp_path / "a")
     for name, value in original.items():
-        expected = quantize_rows(value, quantiser) if is_large(name) else value
+        expected = quantize_rows(value, quantiser) if is_quantised(name, parts) else value
         assert same(stored[name], expected)
     assert_within_gguf(values(tmp_path / "b.gguf"), stored)
     assert_same(values(tmp_path / "c"), values(tmp_path / "b.gguf"))
     assert_same(values(tmp_path / "d.gguf"), values(tmp_path / "b.gguf"))
     assert_within_gguf(values(tmp_path / "e.gguf"), values(tmp_path / "b.gguf"))
     paths = [tmp_path / name for name in ("a", "b.gguf", "c", "d.gguf", "e.gguf")]
-    wanted = gdn.load_stack(source, **recipe).layers.large
+    wanted = gdn.load_stack(source, tier="q4", quantiser=quantiser).layers.large
     for path in paths:
         loaded = gdn.load_stack(path, tier="q4").layers.large
         assert all(jax.tree.leaves(jax.tree.map(lambda a, b: bool((a == b).all()), loaded, wanted)))
     for origin, path in zip([source, source, paths[1], paths[0], paths[1]], paths, strict=True):
         verdict = convert_verify.verify(origin, path)
-        assert (verdict.faults, verdict.tier) == ((), "q4")
+        assert (verdict.faults, verdict.tier, verdict.q4_parts) == ((), "q4", parts)
         assert verdict.quantiser == (quantiser if origin == source else None)
-    large = [name for name in original if is_large(name)]
-    assert sorted(done.quantisation) == sorted(large)
+    quantised = [name for name in original if is_quantised(name, parts)]
+    assert sorted(done.quantisation) == sorted(quantised)
+    assert (done.q4_parts, done.not_q4) == (parts, ())
     for cost in done.quantisation.values():
         assert cost["max_error"] > 0
         assert 0.05 < cost["rms_relative"] < 0.12
         assert 0 < cost["zero_code_share"] < 0.25
         assert cost["zeroed_rows"] == 0
     with open_store(tmp_path / "a") as store:
-        assert {name: store.records[name].quantisation for name in large} == done.quantisation
+        assert {name: store.records[name].quantisation for name in quantised} == done.quantisation
 
 
 def test_q4_sources_lose_nothing_in_tier_f32(tmp_path, source):
@@ -180,7 +188,8 @@ def test_q4_sources_lose_nothing_in_tier_f32(tmp_path, source):
     assert convert_verify.verify(tmp_path / "a", tmp_path / "b").passed
 
 
-def test_every_type_of_a_gguf_file_is_kept_or_widened(tmp_path):
+@pytest.mark.parametrize("parts", ["all", "gdn"])
+def test_every_type_of_a_gguf_file_is_kept_or_widened(tmp_path, parts):
     """Tier q4 keeps the codes of any Q4_0 tensor; what is neither that nor a float becomes float32."""
     text = gguf_files.config()
     kinds = gguf.GGMLQuantizationType
@@ -195,15 +204,16 @@ def test_every_type_of_a_gguf_file_is_kept_or_widened(tmp_path):
     }
     path = gguf_files.write_qwen35(tmp_path / "m.gguf", text, gguf_files.model(text), types)
     original = values(path)
-    done = convert.convert(path, tmp_path / "a", tier="q4")
+    done = convert.convert(path, tmp_path / "a", tier="q4", q4_parts=parts)
     stored = values(tmp_path / "a")
     for name, value in original.items():
-        quantised = is_large(name) and isinstance(value, np.ndarray)
+        quantised = is_quantised(name, parts) and isinstance(value, np.ndarray)
         assert same(stored[name], quantize_rows(value) if quantised else value)
         assert quantised == (name in done.quantisation)
     assert isinstance(stored["embed_tokens.weight"], Q4Codes)
-    assert stored["lm_head.weight"].dtype == np.float32
-    assert stored["layers.1.self_attn.q_proj.weight"].dtype == np.float16
+    if parts == "gdn":
+        assert stored["lm_head.weight"].dtype == np.float32
+        assert stored["layers.1.self_attn.q_proj.weight"].dtype == np.float16
     convert.convert(path, tmp_path / "b", tier="f32")
     with open_checkpoint(path) as checkpoint, open_store(tmp_path / "b") as dense:
         assert all(same(dense.read(name), checkpoint.read(name)) for name in checkpoint.names())
@@ -212,8 +222,6 @@ def test_every_type_of_a_gguf_file_is_kept_or_widened(tmp_path):
 
 
 def test_what_a_gguf_source_says_beside_the_weights_is_carried(tmp_path, source):
-    from checkpoints.gguf_qwen import write_gguf
-
     text, tokens = gguf_files.config(), [f"t{i}" for i in range(24)]
     extra = {"tokenizer.ggml.tokens": tokens, "tokenizer.ggml.eos_token_id": 3, "general.name": "tiny"}
     write_gguf(tmp_path / "m.gguf", text, gguf_files.model(text).items(), metadata=extra)
@@ -281,6 +289,7 @@ def test_places_and_requests_that_cannot_be_met(tmp_path, source, capsys, monkey
         ((source, source), "exists already"),
         ((source, tmp_path / "a.gguf", "--resume"), "cannot be resumed"),
         ((source, tmp_path / "a", "--tier", "f32", "--quantiser", "mse"), "--quantiser belongs to --tier q4"),
+        ((source, tmp_path / "a", "--tier", "f32", "--q4-parts", "all"), "--q4-parts belongs to --tier q4"),
         ((source, source, "--verify"), "expected a converted checkpoint or a GGUF file to verify"),
     ]
     monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(1 << 40, 0, 1 << 40))
@@ -295,9 +304,100 @@ def test_places_and_requests_that_cannot_be_met(tmp_path, source, capsys, monkey
         assert "bytes, but only 10 are free on its disk" in err
     assert entries(tmp_path) == ["there", "there.gguf"]
     assert (tmp_path / "there.gguf").read_bytes() == b"mine"
-    for wrong in ({"tier": "bf16"}, {"quantiser": "best"}, {"format": "zip"}):
+    for wrong in ({"tier": "bf16"}, {"quantiser": "best"}, {"q4_parts": "some"}, {"format": "zip"}):
         with pytest.raises(ValueError, match="must be one of"):
             convert.convert(source, tmp_path / "a", **wrong)
+
+
+@pytest.mark.parametrize("name", ["a", "a.gguf"])
+def test_linear_layers_that_cannot_be_4_bit_are_kept_as_stored_and_named(tmp_path, caplog, capsys, name):
+    path = hf_files.model(tmp_path / "hf", ml_dtypes.bfloat16, intermediate_size=40)
+    odd = tuple(f"layers.{layer}.mlp.down_proj.weight" for layer in range(3))
+    status, out, _ = run(capsys, path, tmp_path / name, "--tier", "q4", "--verify", "--json")
+    report = json.loads(out)
+    assert (status, tuple(report["conversion"]["not_q4"])) == (0, odd)
+    assert f"kept as stored, because their columns are not a multiple of 32: {odd[0]}" in caplog.text
+    stored = values(tmp_path / name)
+    for tensor in odd:
+        assert same(stored[tensor], values(path)[tensor])
+    assert {n for n in stored if isinstance(stored[n], Q4Codes)} == {
+        n for n in stored if is_quantised(n, "all") and n not in odd
+    }
+
+
+# --- text files
+
+
+@pytest.fixture
+def with_texts(tmp_path):
+    """A model with a tokenizer, a template and settings; its embedding is longer than the vocabulary."""
+    path = hf_files.model(tmp_path / "hf", vocab_size=text_files.VOCAB + 3)
+    text_files.write_tokenizer(path, add_bos_token=False)
+    (path / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 7], "do_sample": True, "top_k": 5}))
+    (path / "merges.txt").write_text("a b\n")
+    (path / "README.md").write_text("not a part of the model")
+    return path
+
+
+def test_text_files_go_with_the_model_byte_for_byte(tmp_path, with_texts):
+    for source, name in ((with_texts, "a"), (tmp_path / "a", "b")):
+        convert.convert(source, tmp_path / name, tier="q4")
+        assert convert_verify.verify(source, tmp_path / name).faults == ()
+    texts = {"chat_template.jinja", "generation_config.json", "merges.txt", "tokenizer.json", "tokenizer_config.json"}
+    for name in ("a", "b"):
+        assert set(entries(tmp_path / name)) == {"items", "manifest.json", *texts}
+        assert all((tmp_path / name / text).read_bytes() == (with_texts / text).read_bytes() for text in texts)
+    (with_texts / "merges.txt").write_text("a c\n")
+    (with_texts / "vocab.json").write_text("{}")
+    faults = convert_verify.verify(with_texts, tmp_path / "a").faults
+    assert faults == ("the text files differ in merges.txt", "the text files differ in vocab.json")
+    with pytest.raises(CheckpointError, match=r"another conversion, which differs in texts"):
+        convert.convert(with_texts, tmp_path / "a", tier="q4", resume=True)
+
+
+def test_a_decoder_needs_no_other_tokenizer_than_the_converted_one(tmp_path, with_texts):
+    original = gdn.Decoder.load(with_texts)
+    for name in ("a", "m.gguf"):
+        convert.convert(with_texts, tmp_path / name)
+        decoder = gdn.Decoder.load(tmp_path / name)
+        assert decoder.tokenizer is not None
+        assert decoder.ends == ((2, 7) if name == "a" else (0, 2, 7))  # by their names, GGUF files have both ends
+        assert decoder.vision == original.vision
+        assert (decoder.sampling == original.sampling) == (name == "a")
+        chat = [{"role": "user", "content": "it's é€😀 1 the state"}]
+        assert decoder.tokenizer.encode_chat(chat) == original.tokenizer.encode_chat(chat)
+
+
+def test_other_programs_find_the_tokenizer_in_a_gguf_file(tmp_path, with_texts):
+    convert.convert(with_texts, tmp_path / "a", tier="q4")
+    for source, name in ((with_texts, "m.gguf"), (tmp_path / "a", "n.gguf"), (tmp_path / "m.gguf", "o.gguf")):
+        convert.convert(source, tmp_path / name, tier="q4")
+        fields = {key: field.contents() for key, field in gguf.GGUFReader(tmp_path / name).fields.items()}
+        expected = text_files.gguf_metadata()
+        padding = [f"[PAD{text_files.VOCAB + i}]" for i in range(3)]
+        expected["tokenizer.ggml.tokens"] += padding
+        expected["tokenizer.ggml.token_type"] += [gguf.TokenType.UNUSED] * 3
+        expected |= {"tokenizer.ggml.padding_token_id": 0, "tokenizer.ggml.eot_token_id": 7}
+        expected["tokenizer.ggml.add_bos_token"] = False
+        assert {key: value for key, value in fields.items() if key.startswith("tokenizer.")} == expected
+        assert convert_verify.verify(source, tmp_path / name).faults == ()
+    (with_texts / "chat_template.jinja").write_text("{{ messages }}")
+    [fault] = convert_verify.verify(with_texts, tmp_path / "m.gguf").faults
+    assert "metadata key tokenizer.chat_template" in fault
+
+
+def test_a_tokenizer_that_stays_behind_is_said_aloud(tmp_path, source, caplog):
+    convert.convert(source, tmp_path / "m.gguf")
+    assert "the GGUF file has no tokenizer" in caplog.text
+    assert "there is no tokenizer.json" in caplog.text
+    caplog.clear()
+    convert.convert(tmp_path / "m.gguf", tmp_path / "a")
+    assert caplog.text == ""
+    text = gguf_files.config(vocab_size=text_files.VOCAB)
+    path = tmp_path / "n.gguf"
+    write_gguf(path, text, gguf_files.model(text).items(), metadata=text_files.gguf_metadata())
+    convert.convert(path, tmp_path / "b")
+    assert f"{path}: its tokenizer stays there; name the file where one is needed (--tokenizer)" in caplog.text
 
 
 # --- interruption
@@ -342,8 +442,9 @@ def test_a_finished_conversion_is_taken_over_whole(tmp_path, source):
     again = convert.convert(source, tmp_path / "a", tier="q4", resume=True)
     assert (first.resumed, again.resumed) == (0, first.tensors)
     assert again.quantisation == first.quantisation
-    with pytest.raises(CheckpointError, match="another conversion, which differs in quantiser"):
-        convert.convert(source, tmp_path / "a", tier="q4", quantiser="q4_0", resume=True)
+    for change in ({"quantiser": "q4_0"}, {"q4_parts": "gdn"}):
+        with pytest.raises(CheckpointError, match=f"another conversion, which differs in {next(iter(change))}"):
+            convert.convert(source, tmp_path / "a", tier="q4", resume=True, **change)
 
 
 def test_another_source_of_the_same_name_and_size_is_not_resumed(tmp_path):
@@ -428,9 +529,10 @@ def test_verify_finds_every_kind_of_difference(tmp_path, source):
         convert.convert(original, tmp_path / name, tier="q4")
     names = ("norm.weight", "layers.0.linear_attn.A_log", "layers.0.linear_attn.in_proj_z.weight")
     names += ("layers.0.linear_attn.conv1d.weight", "layers.1.mlp.up_proj.weight", "layers.2.linear_attn.dt_bias")
+    names += ("layers.0.linear_attn.in_proj_a.weight", "embed_tokens.weight")
     for name in names:
         changed = tensors[name].copy()
-        changed.flat[1] += 2.0**-18 if "in_proj_z" not in name else 1
+        changed.flat[1] += 1 if is_quantised(name, "all") else 2.0**-18
         other = hf_files.write(tmp_path / "hf", text, tensors | {name: changed})
         for result in ("a", "a.gguf"):
             faults = convert_verify.verify(other, tmp_path / result).faults
@@ -453,7 +555,7 @@ def test_verify_only_compares_and_its_verdict_is_the_exit_status(tmp_path, sourc
     assert (status, report["passed"], report["conversion"]) == (0, True, None)
     assert report["verification"]["quantiser"] == "q4_0"
     assert (tmp_path / "a" / "manifest.json").stat().st_mtime_ns == before
-    for wrong in (("--tier", "f32"), ("--quantiser", "absmax")):
+    for wrong in (("--tier", "f32"), ("--quantiser", "absmax"), ("--q4-parts", "gdn")):
         status, _, err = run(capsys, source, tmp_path / "a", "--verify", *wrong)
         assert status == 2
         assert f"not {wrong[1]}" in err
@@ -525,6 +627,19 @@ def test_items_are_cut_where_a_layer_is_too_large_to_hold(tmp_path, source, monk
             sizes.setdefault(record.item, []).append(store.read(name).nbytes)
     largest = max(size for own in sizes.values() for size in own)
     assert all(len(own) == 1 or sum(own) <= max(4096, largest // 2) for own in sizes.values())
+
+
+def test_many_tensors_are_shown_by_kind(tmp_path, source, capsys, monkeypatch):
+    monkeypatch.setattr(cli, "_TABLE_ROWS", 5)
+    status, out, _ = run(capsys, source, tmp_path / "a", "--tier", "q4")
+    assert status == 0
+    with open_store(tmp_path / "a") as store:
+        costs = {name: cost for name, record in store.records.items() if (cost := record.quantisation)}
+    cells = [line.split() for line in out.splitlines()]
+    rows = {row[0]: row[1:] for row in cells if row and row[0].startswith(("layers", "embed", "lm"))}
+    assert len(rows) == 2 + 3 + 4 + 3
+    worst = max(cost["max_error"] for name, cost in costs.items() if name.endswith("mlp.up_proj.weight"))
+    assert float(rows["layers.*.mlp.up_proj.weight"][0]) == pytest.approx(worst, rel=1e-2)
 
 
 def test_progress_is_printed_and_help_is_there(tmp_path, source, capsys):

@@ -10,15 +10,17 @@ import numpy as np
 import pytest
 
 import gdn_jax as gdn
+from gdn_jax.decoder import attention
 from gdn_jax.decoder.attention import attend, rotate
 from gdn_jax.decoder.config import DECODERS, DecoderConfig, MoeConfig
 from gdn_jax.decoder.model import decode_step
 from gdn_jax.decoder.moe import route
-from gdn_jax.norms import rms_norm
 from gdn_jax.decoder.state import DecoderState, decoder_state_shapes, init_decoder_state
 from gdn_jax.decoder.weights import abstract_decoder, read_decoder
 from gdn_jax.errors import StateMismatchError, UnsupportedError
 from gdn_jax.evidence.metrics import max_rel
+from gdn_jax.norms import rms_norm
+from gdn_jax.ops import Choice, choose_attend
 from gdn_jax.q4 import Q4Tensor, dequantize
 from gdn_jax.weights import DenseProjections, Q4Projections
 from tests.support import decoder_oracle, decoders, tolerances
@@ -236,6 +238,78 @@ def test_activations_of_8_bits_are_near_and_not_the_same():
     state, token = init_decoder_state(cfg, batch=1, capacity=1), jnp.asarray([3], jnp.int32)
     exact, q8 = (decoders.step(weights, state, token, cfg=cfg, precision=name)[0] for name in ("exact", "q8"))
     assert 1e-3 < max_rel(q8, exact) < 1e-1
+
+
+def test_the_kernels_bodies_give_what_xla_gives():
+    """Every kind of layer; row 1 rests at every second token, and row 2 holds nothing but NaN."""
+    state, taken = poisoned(fresh(), NEVER), 0
+    for t in range(4):
+        awake = t % 2 == 0
+        logits, state = one(state, [IDS[t], IDS[taken], 0], (True, awake, False), implementation="interpret")
+        assert max_rel(logits[0], stepped()[t]) <= tolerances.DECODER_ORACLE, f"token {t}"
+        if awake:
+            assert max_rel(logits[1], stepped()[taken]) <= tolerances.DECODER_ORACLE, f"token {taken}"
+            taken += 1
+        assert not logits[NEVER].any()
+    chex.assert_trees_all_equal(rows(state, NEVER), rows(poisoned(fresh(), NEVER), NEVER))
+
+
+ATTENTION = dataclasses.replace(
+    SMALL, layer_types=("full_attention",), mlp_types=("dense",), gdn=None, moe=None, head_dim=32, rotary_dim=8
+)
+
+
+def test_the_kernels_hand_on_attention_in_limbs_and_a_full_row_is_refused():
+    _, weights = held(ATTENTION, tier="q4")
+    states = {name: init_decoder_state(ATTENTION, batch=2, capacity=3) for name in ("xla", "interpret")}
+    for t, token in enumerate(IDS[:4]):
+        tokens, active = jnp.asarray([token, token]), jnp.asarray([True, t == 3])
+        made = {}
+        for name, state in states.items():
+            how = {"cfg": ATTENTION, "active": active, "implementation": name}
+            made[name], states[name] = decoders.step(weights, state, tokens, **how)
+        row = 0 if t < 3 else 1
+        assert max_rel(made["interpret"][row], made["xla"][row]) <= tolerances.DECODER_ORACLE, f"token {t}"
+        np.testing.assert_array_equal(np.isnan(made["interpret"]), np.isnan(made["xla"]))
+    assert np.isnan(made["interpret"][0]).all()  # its state is full
+
+
+def test_attention_by_kernels_gives_way_under_transformations(monkeypatch):
+    """As GDN layers do, where the implementation was not named."""
+    _, weights = held(ATTENTION)
+    batch, position, writes, layer = 2, jnp.asarray([0, 1]), jnp.ones(2, bool), jnp.zeros((), jnp.int32)
+    shape = (1, batch, 2, ATTENTION.kv_heads, ATTENTION.head_dim)
+    cache = attention.Cache(*(0.3 * jax.random.normal(jax.random.key(i), shape) for i in (0, 1)))
+    x = jax.random.normal(jax.random.key(2), (batch, ATTENTION.hidden))
+
+    def y(x, name=None):
+        how = {"cfg": ATTENTION, "layer": layer, "precision": "exact", "implementation": name}
+        return attention.attention_step(weights.attention, cache, x, position, writes, **how)[0]
+
+    def transformed(name=None):
+        program = jax.jit(
+            lambda x: (jax.grad(lambda x: jnp.sum(y(x, name) ** 2))(x), jax.vmap(lambda x: y(x, name))(x[None]))
+        )
+        return program(x)
+
+    want = transformed("xla")
+    monkeypatch.setattr(attention, "choose_attend", lambda *_: Choice("attend", "interpret", "for this test"))
+    assert max_rel(jax.jit(y)(x), want[1][0]) <= tolerances.DECODER_ORACLE
+    for got, wanted in zip(transformed(), want, strict=True):
+        assert max_rel(got, wanted) <= tolerances.DECODER_ORACLE
+    with pytest.raises(UnsupportedError, match="'interpret' has no rule for"):
+        transformed("interpret")
+
+
+def test_attention_that_the_kernels_do_not_take_is_left_to_xla():
+    """Heads of more than 256, under every name; see `choose_attend`."""
+    for shape, name in (((1, 1, 4, 2, 300), "interpret"), ((1, 1, 4, 2, 32), "mosaic"), ((1, 1, 4, 2, 32), None)):
+        choice = choose_attend(jax.ShapeDtypeStruct(shape, jnp.float32), 4, name)
+        if name is not None or jax.default_backend() == "cpu":
+            assert choice.implementation == "xla"
+        assert choice.reason
+    with pytest.raises(ValueError, match="implementation must be"):
+        choose_attend(jax.ShapeDtypeStruct((1, 1, 4, 2, 32), jnp.float32), 4, "cuda")
 
 
 GDN = gdn.GdnConfig(hidden=20, key_heads=2, value_heads=6, key_dim=6, value_dim=5, conv_width=3, norm_eps=1e-5)

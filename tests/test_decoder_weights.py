@@ -14,13 +14,14 @@ from safetensors.numpy import load_file, save_file
 
 import checkpoints
 import gdn_jax as gdn
+from checkpoints.names import is_linear
 from gdn_jax.convert import convert
 from gdn_jax.decoder import weights as decoder_weights
 from gdn_jax.decoder.config import DECODERS, DecoderConfig, LayerPlan, MoeConfig
 from gdn_jax.decoder.weights import TIERS, abstract_decoder, check_decoder_weights, load_decoder, read_decoder, table
 from gdn_jax.errors import CheckpointError, UnsupportedError
-from gdn_jax.q4 import Q4Tensor, dequantize, quantize
-from tests.support import decoders, gguf_files
+from gdn_jax.q4 import Q4Tensor, dequantize, quantize, quantize_words
+from tests.support import decoders, gguf_files, hf_files
 from tests.support.paths import FIXTURES, MODELS
 
 TIED, SMALL = decoders.TIED, decoders.SMALL
@@ -277,7 +278,7 @@ def assert_same(field, got, want, *, rounded):
 
 @pytest.fixture(scope="module")
 def routes(tmp_path_factory):
-    """One model as it was saved, as GGUF and converted, whole and with 4-bit GDN layers."""
+    """One model as it was saved, as GGUF and converted, whole and in 4 bits."""
     folder = tmp_path_factory.mktemp("routes")
     found = {("hf", tier): FIXTURES / TIED for tier in ("f32", "q4")}
     for tier in ("f32", "q4"):
@@ -339,9 +340,30 @@ def test_stored_codes_are_taken_as_they_are_and_dequantised_for_other_tiers(rout
         np.testing.assert_array_equal(wide.gdn.layers.large.qkv, dequantize(codes.gdn.layers.large.qkv))
 
 
-def test_experts_may_lie_in_one_tensor_per_layer():
-    """The gate's rows first, then those of up, as in models that `transformers` 5 saves."""
-    tensors = decoders.draw(SMALL, "tests/small")
+@pytest.mark.parametrize("parts", ["all", "gdn"])
+@pytest.mark.parametrize("route", ["a.gguf", "a"])
+def test_a_converted_model_is_loaded_in_4_bits_without_quantising(tmp_path, monkeypatch, route, parts):
+    """Embedding, head, attention, MLPs and all: bit for bit what quantising while loading gives."""
+    _, want = decoders.load(TIED, "q4")
+    convert(FIXTURES / TIED, tmp_path / route, tier="q4", q4_parts=parts)
+    quantised = []
+
+    def counting(w, method):
+        quantised.append(w.shape)
+        return quantize_words(w, method)
+
+    monkeypatch.setattr(decoder_weights, "quantize_words", counting)
+    cfg, weights = load_decoder(tmp_path / route, tier="q4")
+    assert bool(quantised) == (parts == "gdn")
+    for field in table(cfg):
+        assert_same(field, weights, want, rounded=route == "a.gguf")
+
+
+def joined_experts(tensors):
+    """The experts of `SMALL` in one tensor per layer, as in models that `transformers` 5 saves: the gate's rows first,
+    then those of up.
+    """
+    tensors = dict(tensors)
     for layer in (1, 3):
         parts = {
             m: np.stack([tensors.pop(f"layers.{layer}.mlp.experts.{e}.{m}_proj.weight") for e in range(3)])
@@ -349,6 +371,33 @@ def test_experts_may_lie_in_one_tensor_per_layer():
         }
         tensors[f"layers.{layer}.mlp.experts.gate_up_proj"] = np.concatenate([parts["gate"], parts["up"]], axis=1)
         tensors[f"layers.{layer}.mlp.experts.down_proj"] = parts["down"]
+    return tensors
+
+
+@pytest.mark.parametrize("joined", [False, True])
+def test_a_converted_mixture_of_experts_is_loaded_in_4_bits_without_quantising(tmp_path, monkeypatch, joined):
+    tensors = decoders.draw(SMALL, "tests/small")
+    tensors = joined_experts(tensors) if joined else tensors
+    source = hf_files.write(tmp_path / "hf", decoders.hf_config(SMALL), tensors)
+    done = convert(source, tmp_path / "a", tier="q4")
+    assert done.not_q4 == ()
+    assert set(done.quantisation) == {name for name in tensors if is_linear(name)}
+    monkeypatch.delattr(decoder_weights, "quantize_words")
+    cfg, weights = load_decoder(tmp_path / "a", tier="q4")
+    assert cfg == SMALL
+    chex.assert_trees_all_equal(weights, decoders.small("q4"))
+    _, wide = load_decoder(tmp_path / "a", tier="f32")
+    chex.assert_trees_all_equal(wide.moe.experts.up, dequantize(decoders.small("q4").moe.experts.up))
+
+
+def test_the_linear_layers_are_the_matrices_of_the_weights():
+    for cfg in (SMALL, decoders.load(TIED)[0]):
+        for field in table(cfg):
+            assert is_linear(field.name.format(layer=3, expert=12)) == field.is_matrix, field.name
+
+
+def test_experts_may_lie_in_one_tensor_per_layer():
+    tensors = joined_experts(decoders.draw(SMALL, "tests/small"))
     for tier in TIERS:
         _, weights = read_decoder(decoders.Held(decoders.hf_config(SMALL), tensors), tier=tier)
         chex.assert_trees_all_equal(weights, decoders.small(tier))

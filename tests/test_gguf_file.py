@@ -288,7 +288,7 @@ def test_other_types_are_known_but_not_decoded(tmp_path):
         with pytest.raises(CheckpointError, match=r"'w' is of type Q5_1, which is not supported; requantise .* Q4_0"):
             file.read(file.tensors["w"])
         with pytest.raises(CheckpointError, match="of type Q5_1, expected Q4_0"):
-            file.read_q4(file.tensors["w"])
+            file.read_words(file.tensors["w"])
 
 
 def test_what_is_written_the_reference_package_reads(tmp_path):

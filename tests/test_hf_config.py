@@ -39,6 +39,12 @@ def test_the_whole_model_decides_whether_embeddings_are_tied(top, own):
     assert text_config({"model_type": "qwen3_5", "text_config": text})["tie_word_embeddings"] is own
 
 
+def test_ids_of_the_whole_model_count_where_the_text_part_has_none():
+    nested = {"model_type": "qwen3_5", "eos_token_id": [7, 9], "image_token_id": 90, "text_config": GDN_27B}
+    assert text_config(nested) == {"model_type": "qwen3_5", "eos_token_id": [7, 9], "image_token_id": 90, **GDN_27B}
+    assert text_config(nested | {"text_config": GDN_27B | {"eos_token_id": 5}})["eos_token_id"] == 5
+
+
 def test_the_given_configuration_is_left_alone():
     nested = {"model_type": "qwen3_5", "tie_word_embeddings": True, "text_config": dict(GDN_27B)}
     before = json.dumps(nested)

@@ -11,6 +11,7 @@ import pytest
 
 from gdn_jax.delta import delta_step as xla_delta_step
 from gdn_jax.evidence import metrics, oracle
+from gdn_jax.limbs import group_digits, split_limbs
 from gdn_jax.norms import QK_EPS
 from pallas_kernels.delta_step import Tiles, delta_layer_step, delta_step, supported, tuning
 from tests.support.cases import assert_same_bits, error
@@ -90,7 +91,10 @@ def exactly_from_raw(x):
 
 
 jitted_step = jax.jit(delta_step, static_argnames=("tiles", "interpret"))
-jitted_layer_step = jax.jit(delta_layer_step, static_argnames=("key_heads", "qk_eps", "eps", "tiles", "interpret"))
+jitted_layer_step = jax.jit(
+    delta_layer_step,
+    static_argnames=("key_heads", "qk_eps", "eps", "split", "limbs", "keep", "tiles", "interpret"),
+)
 
 
 def step(x, layer=LAYER, **options):
@@ -98,10 +102,15 @@ def step(x, layer=LAYER, **options):
     return jitted_step(x.state, as_layer(layer), *x.qkv(), x.beta, x.g, **options)
 
 
-def layer_step(x, layer=LAYER, **options):
-    """`delta_layer_step`."""
+def whole_layer_step(x, layer=LAYER, **options):
+    """All that `delta_layer_step` leaves."""
     arrays = (x.state, as_layer(layer), x.xcv, x.z, x.beta, x.g, x.weight)
-    left = jitted_layer_step(*arrays, key_heads=x.key_heads, qk_eps=QK_EPS, eps=EPS, **options)
+    return jitted_layer_step(*arrays, key_heads=x.key_heads, qk_eps=QK_EPS, eps=EPS, **options)
+
+
+def layer_step(x, layer=LAYER, **options):
+    """Its output and the next state."""
+    left = whole_layer_step(x, layer, **options)
     return left.onn, left.state
 
 
@@ -169,6 +178,53 @@ def test_tiles_do_not_change_the_result_beyond_rounding(run):
         got, state = run(x, tiles=tiles)
         assert error(got, want) <= DELTA_STEP
         assert error(state, want_s) <= DELTA_STEP
+
+
+THREE_LIMBS = {"split": functools.partial(group_digits, limbs=3), "limbs": 3}
+
+
+@pytest.mark.parametrize("tiles", [None, Tiles(16, 2)], ids=["whole head", "less than a group"])
+def test_the_output_comes_as_limbs(interpret, tiles):
+    """The bits of splitting the output afterwards; V of three groups, so the last block of columns is ragged."""
+    x = operands(1, 3, 12, 96)
+    active = np.array([True, False, True])
+    options = {"active": active, "tiles": tiles, "interpret": interpret, **THREE_LIMBS}
+    left = whole_layer_step(x, keep=True, **options)
+    digits, x_scales = split_limbs(left.onn.reshape(ROWS, 3 * 96))
+    np.testing.assert_array_equal(left.digits, digits)
+    assert_same_bits(left.x_scales, x_scales)
+    alone = whole_layer_step(x, **options)
+    assert (alone.onn, alone.on, alone.q, alone.k) == (None,) * 4
+    np.testing.assert_array_equal(alone.digits, digits)
+    assert_same_bits((alone.x_scales, alone.state), (x_scales, left.state))
+
+
+def test_taps_are_the_stages_in_between(interpret):
+    x = operands(*SMALL)
+    left = jax.device_get(whole_layer_step(x, keep=True, interpret=interpret))
+    q, k, _ = x.parts()
+    q, k = exact_qk(q, k)
+    on, onn, _ = exactly_from_raw(x)
+    for got, want in ((left.q, q), (left.k, k), (left.on, on), (left.onn, onn)):
+        assert error(got, want) <= CASE_TAP
+    assert_same_bits((left.onn, left.state), layer_step(x, interpret=interpret))
+
+
+def test_limbs_of_a_layer_out_of_range_are_nan(interpret):
+    x = operands(1, 3, 12, 96)
+    left = whole_layer_step(x, LAYERS, interpret=interpret, **THREE_LIMBS)
+    assert np.isnan(left.x_scales).all()
+    assert_same_bits(left.state, x.state)
+
+
+def test_the_layer_of_the_norm_is_an_operand(interpret):
+    """One out of range is the nearest."""
+    x = operands(*SMALL)
+    want = layer_step(x, interpret=interpret)
+    stacked = x._replace(weight=jnp.full((3, *x.weight.shape), jnp.nan))
+    for index, place in ((-1, 0), (0, 0), (1, 1), (2**31 - 1, 2)):
+        named = stacked._replace(weight=stacked.weight.at[place].set(x.weight))
+        assert_same_bits(layer_step(named, weight_layer=as_layer(index), interpret=interpret), want)
 
 
 def test_q_and_k_near_zero_are_normalised_by_the_sum_of_squares(interpret):
@@ -286,14 +342,16 @@ LAYER_NAMES = ("state", "layer", "xcv", "z", "beta", "g", "norm_weight")
 
 def trace_step(tiles=None, active=None, **changed):
     given = shapes() | changed
-    return jax.eval_shape(lambda *a: delta_step(*a, active=active, tiles=tiles, interpret=True), *(given[n] for n in STEP_NAMES))
+    call = functools.partial(delta_step, active=active, tiles=tiles, interpret=True)
+    return jax.eval_shape(call, *(given[n] for n in STEP_NAMES))
 
 
-def trace_layer_step(tiles=None, active=None, key_heads=2, **changed):
+def trace_layer_step(tiles=None, active=None, key_heads=2, split=None, limbs=0, **changed):
     given = shapes() | changed
+    options = {"active": active, "split": split, "limbs": limbs, "tiles": tiles, "interpret": True}
 
     def run(*arrays):
-        left = delta_layer_step(*arrays, key_heads=key_heads, qk_eps=QK_EPS, eps=EPS, active=active, tiles=tiles, interpret=True)
+        left = delta_layer_step(*arrays, key_heads=key_heads, qk_eps=QK_EPS, eps=EPS, **options)
         return left.onn, left.state
 
     return jax.eval_shape(run, *(given[n] for n in LAYER_NAMES))
@@ -381,6 +439,11 @@ def test_dtypes_that_the_kernels_do_not_take(trace, changed):
         trace(**changed)
 
 
+def test_limbs_need_whole_groups_of_columns():
+    with pytest.raises(NotImplementedError, match="V to be a multiple of 32, got V = 20"):
+        trace_layer_step(**THREE_LIMBS)
+
+
 def test_there_is_no_derivative():
     x = operands(*SMALL)
     with pytest.raises(NotImplementedError):
@@ -427,14 +490,11 @@ def compile_step(tiles=None, options=NO_SPILLS, **sizes):
     return compile_for_h200(program, *(given[name] for name in STEP_NAMES))
 
 
-def compile_layer_step(tiles=None, options=NO_SPILLS, **sizes):
-    """`delta_layer_step` alone, its state donated."""
+def compile_layer_step(tiles=None, options=NO_SPILLS, output=None, **sizes):
+    """`delta_layer_step` alone, its state donated; `output`: the options that say in what form its output comes."""
     given = shapes(**sizes)
-    program = jax.jit(
-        lambda *arrays: delta_layer_step(*arrays, key_heads=sizes["G"], qk_eps=QK_EPS, eps=EPS, tiles=tiles),
-        donate_argnums=0,
-        compiler_options=options,
-    )
+    fixed = {"key_heads": sizes["G"], "qk_eps": QK_EPS, "eps": EPS, "tiles": tiles, **(output or {})}
+    program = jax.jit(functools.partial(delta_layer_step, **fixed), donate_argnums=0, compiler_options=options)
     return compile_for_h200(program, *(given[name] for name in LAYER_NAMES))
 
 
@@ -457,6 +517,15 @@ def test_one_launch_keeps_the_27b_state_in_place(compile_kernel, L, B):
     """F55."""
     program = compile_kernel(L=L, B=B, **BIG)
     assert_in_place(program, 4 * L * B * 48 * 128 * 128, temp_bytes=0)
+
+
+@pytest.mark.deviceless
+@pytest.mark.parametrize(("L", "B", "keep"), [(48, 1, False), (48, 1, True), (2, 64, False)])
+def test_with_limbs_the_27b_state_stays_in_place(L, B, keep):
+    output = {"keep": keep, **THREE_LIMBS}
+    program = compile_layer_step(L=L, B=B, output=output, **BIG)
+    assert_in_place(program, 4 * L * B * 48 * 128 * 128, temp_bytes=128)  # the table of outputs
+    assert program.as_text().count(" custom-call(") == 1
 
 
 @pytest.mark.deviceless

@@ -51,7 +51,7 @@ class Operands(NamedTuple):
         return InputWeights(**pairs, b=self.b, a=self.a, conv=self.conv, dt_bias=self.dt_bias, A_log=self.A_log)
 
 
-def operands(width=4, batch=2, columns=COLUMNS, seed=0):
+def operands(width=4, batch=3, columns=COLUMNS, seed=0):
     """Every weight outside of layer `WEIGHT_LAYER` is NaN."""
     rng = np.random.default_rng(seed)
 
@@ -70,8 +70,8 @@ def operands(width=4, batch=2, columns=COLUMNS, seed=0):
     return Operands(
         qkv=packed(CHANNELS),
         z=packed(VALUES),
-        b=dense(HEADS, columns),
-        a=dense(HEADS, columns),
+        b=dense(HEADS, columns) / columns**0.5,
+        a=dense(HEADS, columns) / columns**0.5,
         conv=dense(CHANNELS, width),
         dt_bias=dense(HEADS),
         A_log=dense(HEADS),
@@ -80,7 +80,7 @@ def operands(width=4, batch=2, columns=COLUMNS, seed=0):
     )
 
 
-def launch(o, layer, weight_layer, active=None, *, keep=False, tile=TILE, limbs=3, interpret=False):
+def launch(o, layer, weight_layer, active=None, *, keep=True, tile=TILE, limbs=3, interpret=False):
     """The launch on an x that is split into limbs beforehand."""
     digits, x_scales = split_limbs(o.x, limbs)
     indices = {"layer": layer, "weight_layer": weight_layer}
@@ -129,7 +129,7 @@ def exactly(o):
         "a": raw_a,
         "beta": oracle.sigmoid(raw_b),
         "g": oracle.softplus_gate(raw_a, dt_bias, a_log),
-        "xcv": oracle.silu(oracle.conv_step(window, conv)),
+        "xcv": oracle.conv_step(window, conv),
         "history": window[:, 1:],
     }
 
@@ -137,51 +137,43 @@ def exactly(o):
 # -- project_in -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("width", "batch"), [(1, 2), (2, 1), (3, 3), (4, 1), (4, 3)])
-def test_against_float64(run, width, batch):
-    """Every result, row by row; other layers of the history keep their bits. W = 1 has no history."""
-    o = operands(width, batch)
-    made = run(o, keep=True)
+@pytest.mark.parametrize(("width", "batch", "columns"), [(1, 2, 32), (2, 1, 608), (3, 2, 96), (4, 3, 96)])
+def test_against_float64(run, width, batch, columns):
+    """Every result, row by row; other layers of the history keep their bits.
+
+    W = 1 has no history. 608 columns are a whole step of the gates and a bit of a second one.
+    """
+    o = operands(width, batch, columns)
+    made = run(o)
     for field, want in exactly(o).items():
         got = getattr(made, field)
-        assert got.dtype == np.float32
         got = got[LAYER] if field == "history" else got
-        assert got.shape == want.shape
-        for row in range(batch if width > 1 or field != "history" else 0):
+        assert (got.shape, got.dtype) == (want.shape, np.float32)
+        for row in range(batch if want.size else 0):
             assert error(got[row], want[row]) <= CASE_TAP, field
-    others = [slot for slot in range(LAYERS) if slot != LAYER]
-    assert_same_bits(made.history[others], o.history[jnp.array(others)])
-
-
-def test_columns_beyond_one_step_of_the_gates(run):
-    """608 columns: a second step of rows of b and a, most of it left over."""
-    o = operands(columns=608)
-    made = run(o)
-    want = exactly(o)
-    for field in ("beta", "g", "z", "xcv"):
-        assert error(getattr(made, field), want[field]) <= CASE_TAP, field
+    others = np.arange(LAYERS) != LAYER
+    assert_same_bits(made.history[others], np.asarray(o.history)[others])
 
 
 def test_what_is_kept_changes_nothing(run):
     o = operands()
-    made, kept = run(o), run(o, keep=True)
+    made, kept = run(o, keep=False), run(o)
     assert (made.xc, made.b, made.a) == (None, None, None)
     assert_same_bits(made, kept._replace(xc=None, b=None, a=None))
     assert_same_bits(kept.history[LAYER, :, -1], kept.xc)
 
 
-def test_rows_of_a_tile_do_not_change_the_bits(run):
+def test_rows_of_a_tile_do_not_change_the_bits_of_a_product(run):
     """Only the groups of a step decide the order of summation."""
     o = operands()
-    want = run(o)
-    for rows in (1, 16):
-        assert_same_bits(run(o, tile=TILE._replace(rows=rows)), want)
+    want, made = run(o), run(o, tile=TILE._replace(rows=16))
+    assert_same_bits((made.xc, made.z, made.history), (want.xc, want.z, want.history))
 
 
 def test_one_limb_is_the_product_with_8_bit_activations(run):
     """The gates take x itself, so they keep their bits."""
     o = operands()
-    made, exact = run(o, limbs=1, keep=True), run(o, keep=True)
+    made, exact = run(o, limbs=1), run(o)
     assert_same_bits((made.beta, made.g, made.b, made.a), (exact.beta, exact.g, exact.b, exact.a))
     digits, x_scales = split_limbs(o.x, 1)
     eight_bits = np.asarray(digits[0]) * np.repeat(np.asarray(x_scales, np.float64), 32, axis=-1)
@@ -191,12 +183,12 @@ def test_one_limb_is_the_product_with_8_bit_activations(run):
     assert error(made.xc, exact.xc) > 1e-4
 
 
-@pytest.mark.parametrize("dtype", [jnp.bool_, jnp.int32])
-def test_an_inactive_row_keeps_its_history_whatever_it_holds(run, dtype):
-    o = operands(batch=3)
+def test_an_inactive_row_keeps_its_history_whatever_it_holds(run):
+    """F25."""
+    o = operands()
     want = run(o)
     spoilt = o._replace(x=o.x.at[1].set(jnp.nan), history=o.history.at[:, 1].set(jnp.nan))
-    made = run(spoilt, active=jnp.array([1, 0, 1], dtype))
+    made = run(spoilt, active=jnp.array([1, 0, 1], jnp.int32))
     assert_same_bits(made.history[:, [0, 2]], want.history[:, [0, 2]])
     assert_same_bits(made.history[:, 1], spoilt.history[:, 1])
     assert_same_bits(made.xcv[[0, 2]], want.xcv[[0, 2]])
@@ -204,23 +196,22 @@ def test_an_inactive_row_keeps_its_history_whatever_it_holds(run, dtype):
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 def test_a_non_finite_activation_stays_in_its_row(run, bad):
-    o = operands(batch=3)
+    """F11."""
+    o = operands()
     want, made = run(o), run(o._replace(x=o.x.at[1, 5].set(bad)))
     assert np.isnan(made.xcv[1]).all()
     assert np.isnan(made.z[1]).all()
-    assert not np.isfinite(made.g[1]).any()
+    assert np.isnan(bad) == np.isnan(made.g[1]).all()  # an infinite a has limits: a full reset, or no decay at all
     for field in ("xcv", "z", "beta", "g"):
         assert_same_bits(getattr(made, field)[[0, 2]], getattr(want, field)[[0, 2]])
     assert_same_bits(made.history[:, [0, 2]], want.history[:, [0, 2]])
 
 
 def test_rows_do_not_depend_on_each_other(run):
-    o, other = operands(batch=3), operands(batch=3, seed=1)
+    o, other = operands(), operands(seed=1)
     want = run(o)
     for row in range(3):
-        mixed = o._replace(
-            x=other.x.at[row].set(o.x[row]), history=other.history.at[:, row].set(o.history[:, row])
-        )
+        mixed = o._replace(x=other.x.at[row].set(o.x[row]), history=other.history.at[:, row].set(o.history[:, row]))
         made = run(mixed)
         for field in ("xcv", "z", "beta", "g"):
             assert_same_bits(getattr(made, field)[row], getattr(want, field)[row])
@@ -228,10 +219,11 @@ def test_rows_do_not_depend_on_each_other(run):
 
 
 def test_the_same_bits_every_time(run):
+    """F58."""
     o = operands()
-    first = run(o, keep=True)
+    first = run(o)
     for _ in range(3):
-        assert_same_bits(run(o, keep=True), first)
+        assert_same_bits(run(o), first)
 
 
 def test_every_layer_of_the_history_is_addressed_and_none_beyond(run):
@@ -265,9 +257,8 @@ def shapes(channels=CHANNELS, values=VALUES, heads=HEADS, columns=COLUMNS, width
     int32 = functools.partial(struct, dtype=jnp.int32)
 
     def packed(rows):
-        return struct(layers, rows, columns // 8, dtype=jnp.uint32), struct(
-            layers, rows, columns // 32, dtype=jnp.float16
-        )
+        codes = struct(layers, rows, columns // 8, dtype=jnp.uint32)
+        return codes, struct(layers, rows, columns // 32, dtype=jnp.float16)
 
     return {
         "qkv": packed(channels),
@@ -374,7 +365,9 @@ def split(interpret):
         def produce(*blocks):
             return functools.reduce(jnp.multiply, blocks)
 
-        return split_rows(inputs, produce, functools.partial(group_digits, limbs=limbs), limbs=limbs, interpret=interpret)
+        return split_rows(
+            inputs, produce, functools.partial(group_digits, limbs=limbs), limbs=limbs, interpret=interpret
+        )
 
     return split
 
@@ -425,7 +418,7 @@ BIG = {"channels": 10240, "values": 6144, "heads": 48, "columns": 5120, "layers"
 
 
 @pytest.mark.deviceless
-@pytest.mark.parametrize(("batch", "limbs"), [(1, 3), (1, 1), (2, 3), (8, 3)])
+@pytest.mark.parametrize(("batch", "limbs"), [(1, 3), (1, 1), (2, 3)])
 def test_one_launch_advances_the_27b_history_in_place(batch, limbs):
     """Of all operands the history alone is aliased; nothing is copied, kept or spilt."""
     given = shapes(**BIG, batch=batch, limbs=limbs)

@@ -17,7 +17,7 @@ import pytest
 
 from checkpoints import CheckpointError, TensorInfo, open_checkpoint, orbax_item
 from checkpoints.orbax_item import arrays_of, content_hash, save_item
-from checkpoints.q4_blocks import Q4Codes
+from checkpoints.q4_blocks import Q4Codes, unpack_words
 from checkpoints.store import open_store
 from checkpoints.store_manifest import LARGE_PROJECTIONS, make_header
 from checkpoints.store_writer import StoreWriter, draft_of
@@ -26,6 +26,7 @@ from tests.support import gguf_files
 
 TEXT = gguf_files.config(num_hidden_layers=2, layer_types=["linear_attention", "full_attention"])
 LARGE = tuple(f"layers.0.linear_attn.{name}" for name in LARGE_PROJECTIONS)
+TEXTS = {"tokenizer.json": b"{}", "chat_template.jinja": "é\n".encode()}
 DTYPES = (np.dtype(np.float32), np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16))
 
 
@@ -44,7 +45,8 @@ def random_values(seed=0, tier="q4", text=TEXT):
 
 
 def header(tier="q4", text=TEXT, **provenance):
-    return make_header(tier=tier, quantiser="absmax" if tier == "q4" else None, config=text, provenance=provenance)
+    parts, quantiser = ("gdn", "absmax") if tier == "q4" else (None, None)
+    return make_header(tier=tier, q4_parts=parts, quantiser=quantiser, config=text, provenance=provenance, texts=TEXTS)
 
 
 def items(values):
@@ -77,7 +79,7 @@ def write(path, values, head=None, *, resumable=False, fail_at=None):
                     building.put(name, values[name], {"max_error": 0.5} if name in LARGE else None)
                     if number == fail_at:
                         raise KeyboardInterrupt
-        writer.finish()
+        writer.finish(TEXTS)
     return kept
 
 
@@ -120,7 +122,7 @@ def test_every_tensor_comes_back_with_its_bits(tmp_path, tier):
     write(tmp_path / "model", values, header(tier))
     assert_holds(tmp_path / "model", values)
     assert [entry.name for entry in tmp_path.iterdir()] == ["model"]
-    assert sorted(entry.name for entry in (tmp_path / "model").iterdir()) == ["items", "manifest.json"]
+    assert sorted(entry.name for entry in (tmp_path / "model").iterdir()) == sorted(["items", "manifest.json", *TEXTS])
     assert sorted(entry.name for entry in (tmp_path / "model/items").iterdir()) == ["layers.0", "layers.1", "model"]
 
 
@@ -128,7 +130,8 @@ def test_it_opens_as_a_checkpoint_and_says_what_it_is(whole):
     with open_checkpoint(whole) as store:
         assert store.config == TEXT
         assert store.skipped == ()
-        assert (store.tier, store.quantiser, store.source) == ("q4", "absmax", str(whole))
+        assert (store.tier, store.q4_parts, store.quantiser) == ("q4", "gdn", "absmax")
+        assert store.source == str(whole)
         assert store.records[LARGE[0]].quantisation == {"max_error": 0.5}
 
 
@@ -190,6 +193,35 @@ def test_importing_the_package_loads_neither_orbax_nor_jax():
     program = "import sys, checkpoints.store_writer; print([m for m in ('jax', 'orbax') if m in sys.modules])"
     ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert ran.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_text_files_lie_beside_the_manifest_and_are_checked_when_it_is_opened(whole, tmp_path, name):
+    path = damaged(whole, tmp_path)
+    assert (path / name).read_bytes() == TEXTS[name]
+    (path / name).write_bytes(TEXTS[name] + b" ")
+    with pytest.raises(CheckpointError, match=f"{name}: does not have the recorded sha256: damaged or edited"):
+        open_store(path)
+    (path / name).unlink()
+    with pytest.raises(CheckpointError, match=f"{name}: no such file"):
+        open_checkpoint(path)
+
+
+def test_experts_that_share_a_tensor_can_be_4_bit(tmp_path):
+    rng = np.random.default_rng(0)
+    codes = Q4Codes(rng.integers(-8, 8, (3, 4, 64), np.int8), rng.standard_normal((3, 4, 2)).astype(np.float16))
+    text = gguf_files.moe_config(num_hidden_layers=2, layer_types=["linear_attention", "full_attention"])
+    values = random_values(text=text)
+    name = "layers.1.mlp.experts.down_proj"
+    values = {n: v for n, v in values.items() if not n.startswith("layers.1.mlp.experts")} | {name: codes}
+    write(tmp_path / "model", values, header(text=text))
+    with open_store(tmp_path / "model") as store:
+        assert store.info(name) == TensorInfo((3, 4, 64), "Q4_0")
+        assert same(store.read_q4(name), codes)
+        words, scales = store.read_words(name)
+        assert same(Q4Codes(unpack_words(words), scales), codes)
+        wide = codes.codes * np.repeat(codes.scales.astype(np.float32), 32, axis=-1)
+        assert same(store.read(name), wide)
 
 
 def test_the_large_projections_are_those_of_the_weights():
@@ -268,7 +300,7 @@ def test_items_that_no_longer_have_their_hashes_are_written_again(tmp_path, whol
 @pytest.mark.parametrize(
     ("head", "message"),
     [
-        (header("f32"), r"differs in quantiser, tier \(quantiser is 'absmax' there and None here\)"),
+        (header("f32"), r"differs in q4_parts, quantiser, tier \(q4_parts is 'gdn' there and None here\)"),
         (header(source="other"), "differs in provenance.source"),
         (header(text=TEXT | {"rms_norm_eps": 1e-5}), "differs in config"),
     ],
@@ -472,8 +504,12 @@ def record(name, **changes):
     return lambda body: body["tensors"][name].update(changes)
 
 
+def record_of_text(name, sha256):
+    return lambda body: body["texts"].update({name: sha256})
+
+
 MANIFESTS = {
-    "version": (lambda body: body.update(version=2), "written in version 2 of the format, .* reads version 1"),
+    "version": (lambda body: body.update(version=1), "written in version 1 of the format, .* reads version 2"),
     "version of another kind": (lambda body: body.update(version=True), "written in version True"),
     "format": (lambda body: body.update(format="x"), "not the manifest of a converted checkpoint"),
     "no tensors": (lambda body: body.update(tensors={}), "'layers.0.linear_attn.A_log' is missing"),
@@ -481,6 +517,17 @@ MANIFESTS = {
     "more": (lambda body: body.update(more=1), "expected the keys"),
     "tier": (lambda body: body.update(tier="q2"), "tier must be one of f32, q4, got 'q2'"),
     "other tier": (lambda body: body.update(tier="f32"), "is Q4_0 in a checkpoint of tier f32"),
+    "parts": (lambda body: body.update(q4_parts="most"), "q4_parts must be one of all, gdn, got 'most'"),
+    "no parts": (lambda body: body.update(q4_parts=None), "q4_parts must be one of all, gdn, got None"),
+    "all parts": (lambda body: body.update(q4_parts="all"), "must be Q4_0 in tier q4, got"),
+    "text of another name": (
+        lambda body: body["texts"].update({"../x": "0" * 64}),
+        "texts must have keys among tokenizer.json, .*got",
+    ),
+    "texts a list": (lambda body: body.update(texts=["vocab.json"]), "texts must have keys among"),
+    "text without a hash": (record_of_text("vocab.json", 1), "texts: vocab.json must be 64 hexadecimal digits, got 1"),
+    "text missing": (record_of_text("vocab.json", "0" * 64), "vocab.json: no such file"),
+    "text of another hash": (record_of_text("tokenizer.json", "0" * 64), "does not have the recorded sha256"),
     "half a tier": (record(LARGE[1], dtype="float32"), "must be Q4_0 in tier q4, got float32"),
     "config": (lambda body: body.update(config=[]), "must be a JSON object"),
     "no geometry": (lambda body: body["config"].pop("linear_num_key_heads"), "lacks 'linear_num_key_heads'"),

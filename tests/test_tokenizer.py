@@ -70,6 +70,17 @@ def test_a_gguf_file_gives_the_same_ids_as_the_directory(tmp_path, tokenizer):
     assert other.vision == tokenizer.vision
 
 
+def test_rows_of_the_embedding_without_a_token_are_no_text(tmp_path, tokenizer):
+    metadata = text_files.gguf_metadata() | {"tokenizer.ggml.padding_token_id": 0}
+    metadata["tokenizer.chat_template"] = "{{ pad_token }}{{ eos_token }}"
+    metadata["tokenizer.ggml.tokens"] = [*metadata["tokenizer.ggml.tokens"], "[PAD96]"]
+    metadata["tokenizer.ggml.token_type"] = [*metadata["tokenizer.ggml.token_type"], 5]
+    other = load_tokenizer(write_model_gguf(tmp_path / "m.gguf", metadata))
+    assert other.decode([96, *tokenizer.encode("state")]) == "state"
+    assert other.encode("[PAD96]") == tokenizer.encode("[PAD96]")
+    assert other.require_template().render(USER) == "<|endoftext|><|im_end|>"
+
+
 def test_the_two_ways_of_cutting_words_differ_in_combining_marks(tmp_path):
     mark = "e\u0323\u0301"  # composes to ẹ and a mark of its own
     paths = {

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -31,7 +31,7 @@ class Form(NamedTuple):
     per_core: int | None
     """Programs per multiprocessor; None: one program for each block."""
 
-    def options(self) -> dict[str, int | None]:
+    def options(self) -> dict[str, Any]:
         """The arguments that this form stands for, on the device here."""
         # The attribute is the plugin's own; without it the number of an H200 does as well as any.
         cores = getattr(jax.devices()[0], "core_count", None) or 132

@@ -1,6 +1,7 @@
 """`gdn bench` as a command: its options. What they mean is carried out by `session`, which loads JAX."""
 
 import argparse
+import itertools
 import math
 import os
 from pathlib import Path
@@ -13,6 +14,8 @@ __all__ = ["add_parser", "run"]
 _SUBJECTS = {"ceiling": (), "gemv": ("batch", "shapes", "precision", "implementation")}
 _SUBJECTS |= {"delta": ("batch", "geometry", "implementation")}
 _SUBJECTS |= {"layer": ("batch", "geometry", "layers", "precision", "implementation")}
+_MODEL = ("batch", "geometry", "precision", "implementation", "tier", "context", "tokens", "kv")
+_SUBJECTS |= {"decode": (*_MODEL, "no_parts"), "prefill": _MODEL}
 """Subject -> the options that choose its cases."""
 _PRECISIONS = ("exact", "q8")
 _PLOTS = (".png", ".svg")
@@ -31,14 +34,33 @@ def add_parser(commands: Any) -> None:
     bench.add_argument(
         "subject",
         choices=_SUBJECTS,
-        help="ceiling: read and copy; gemv: 4-bit products; delta: the delta rule; layer: a whole layer and its parts",
+        help=(
+            "ceiling: read and copy; gemv: 4-bit products; delta: the delta rule; layer: a whole layer and its parts; "
+            "decode, prefill: a whole model with random weights"
+        ),
     )
     bench.add_argument("--batch", type=_integers, metavar="B[,B…]", help="sequences at once (default 1; delta 1,8,64)")
     bench.add_argument("--shapes", type=_shapes, metavar="NxI[,…]", help="gemv: matrices such as 16384x5120,5120x6144")
-    bench.add_argument("--geometry", help="delta, layer: a published geometry (default 27b) or D,G,H,K,V,W")
+    bench.add_argument("--geometry", help="all but gemv: a published geometry (default 27b) or D,G,H,K,V,W")
     bench.add_argument("--layers", type=positive, metavar="L", help="layer: layers to rotate through (default: all)")
-    bench.add_argument("--precision", type=_precisions, metavar="P[,P]", help="gemv, layer: exact, q8 (default exact)")
+    bench.add_argument("--precision", type=_precisions, metavar="P[,P]", help="not delta: exact, q8 (default exact)")
     bench.add_argument("--implementation", metavar="NAME", help="instead of the one that the library would choose")
+    bench.add_argument(
+        "--tier", choices=("f32", "bf16", "q4"), help="decode, prefill: form of the weights (default q4)"
+    )
+    bench.add_argument(
+        "--context", type=positive, metavar="N", help="decode, prefill: room for N tokens a sequence (default 1024)"
+    )
+    bench.add_argument(
+        "--tokens",
+        type=positive,
+        metavar="T",
+        help="decode: steps of a program (default 32); prefill: of a prompt (128)",
+    )
+    bench.add_argument("--kv", choices=("float32", "bfloat16"), help="decode, prefill: type of keys and values")
+    bench.add_argument(
+        "--no-parts", action="store_const", const=True, help="decode: the step alone, not what it consists of"
+    )
     bench.add_argument("--peers", action="store_true", help="gemv, delta: other implementations too, where they exist")
     bench.add_argument("--seconds", type=_seconds, metavar="S", help="to measure each case for (default 1)")
     bench.add_argument("--json", action="store_true", help="one JSON object instead of a table")
@@ -64,10 +86,10 @@ def run(options: argparse.Namespace) -> int:
 
 def _check(options: argparse.Namespace) -> None:
     """Refuse before any work what could only fail after it."""
-    for name in ("batch", "shapes", "geometry", "layers", "precision", "implementation"):
+    for name in dict.fromkeys(itertools.chain.from_iterable(_SUBJECTS.values())):
         if getattr(options, name) is not None and name not in _SUBJECTS[options.subject]:
             fits = ", ".join(subject for subject, names in _SUBJECTS.items() if name in names)
-            raise ValueError(f"--{name} belongs to {fits}, not to {options.subject}")
+            raise ValueError(f"--{name.replace('_', '-')} belongs to {fits}, not to {options.subject}")
     for name in ("jsonl", "plot"):
         path: Path | None = getattr(options, name)
         if path is not None and (path.is_dir() or not path.parent.is_dir()):

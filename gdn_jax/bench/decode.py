@@ -1,4 +1,4 @@
-"""Decoding with a whole model: greedy steps in one program, the same through `Decoder.generate`, and where time goes."""
+"""Decoding with a whole model: greedy steps in one program, the same by `Decoder.generate`, and where time goes."""
 
 import dataclasses
 from collections.abc import Callable, Iterator
@@ -33,7 +33,7 @@ class Part(NamedTuple):
     advance: Callable[[Any, jax.Array, Any], Any]
     carry: Any
     weights: Any
-    count: int
+    layers: int
     nbytes: int
 
 
@@ -114,7 +114,7 @@ def _whole(weights: Any, batch: int, precision: str, request: Request) -> Row:
         bound=verdict.bound,
         timing=timing,
         note=note,
-        details=_settings(request) | {"gate_implementation": verdict.implementation} | details,
+        details=models.settings(request) | {"gate_implementation": verdict.implementation} | details,
     )
 
 
@@ -146,7 +146,9 @@ def _generated(weights: Any, step: Row, request: Request) -> Row:
         bound=None,
         timing=timing,
         note=_speed_note(timing, batch),
-        details=_settings(request) | _speed(timing, batch) | {"compile_seconds": cold.compile_seconds, "chunk": chunk},
+        details=models.settings(request)
+        | _speed(timing, batch)
+        | {"compile_seconds": cold.compile_seconds, "chunk": chunk},
     )
 
 
@@ -156,9 +158,9 @@ def _parts_of(weights: Any, step: Row, request: Request) -> Iterator[Row]:
     rest, rest_nbytes = step.timing.us, step.nbytes
     for name, part in _parts(weights, step.batch, step.precision, request).items():
         timing = _timed(part, request.effort)
-        rest -= part.count * timing.us
-        rest_nbytes -= part.count * part.nbytes
-        yield _part_row(name, step, timing, part.count, part.nbytes, request)
+        rest -= part.layers * timing.us
+        rest_nbytes -= part.layers * part.nbytes
+        yield _part_row(name, step, timing, part.layers, part.nbytes, request)
     timing = Timing(rest, rest, rest, rest, step.timing.kernels, step.timing.rounds)
     yield _part_row("rest", step, timing, 1, max(rest_nbytes, 0), request)
 
@@ -175,7 +177,7 @@ def _part_row(name: str, step: Row, timing: Timing, count: int, nbytes: int, req
         bound=None,
         timing=timing,
         note=f"{count} of them: {in_step / 1e3:.3f} ms, {share:.0%} of the step",
-        details=_settings(request) | {"layers": count, "ms_per_step": in_step / 1e3, "share": share},
+        details=models.settings(request) | {"layers": count, "ms_per_step": in_step / 1e3, "share": share},
     )
 
 
@@ -186,7 +188,7 @@ def _timed(part: Part, effort: Effort) -> Timing:
 
     kernels = kernels_for(part.nbytes, effort)
     steps = {"glue": Step(glue, part.weights), "part": Step(part.advance, part.weights)}
-    samples = measure(steps, part.carry, layers=part.count, kernels=kernels, effort=effort)
+    samples = measure(steps, part.carry, layers=part.layers, kernels=kernels, effort=effort)
     return Timing.between(samples["part"], samples["glue"], kernels)
 
 
@@ -219,6 +221,7 @@ def _parts(weights: Any, batch: int, precision: str, request: Request) -> dict[s
 
     def experts(carry, layer, w):
         x, held = carry
+        assert cfg.moe is not None
         return touch(x, moe_step(w, x, cfg=cfg.moe, layer=layer, **how)), held
 
     def head(carry, _, w):
@@ -237,14 +240,10 @@ def _parts(weights: Any, batch: int, precision: str, request: Request) -> dict[s
         idle = cfg.moe.experts - min(batch * cfg.moe.experts_per_token, cfg.moe.experts)
         unread = operands.nbytes(weights.moe.experts) * idle // cfg.moe.experts
         add("experts", experts, (), weights.moe, cfg.count("moe"), -unread)
-    # Only what the head reads: an operand of a program is all of it.
-    only = weights.replace(gdn=None, attention=None, mlp=None, moe=None)
-    add("head", head, (), only if weights.head is None else only.replace(embed=None), 1, 0)
+    # Only what the head reads: an operand counts as read.
+    read = "embed" if weights.head is None else "head"
+    add("head", head, (), weights.replace(**{name: None for name in vars(weights) if name != read}), 1, 0)
     return parts
-
-
-def _settings(request: Request) -> dict[str, Any]:
-    return {name: getattr(request, name) for name in ("tier", "context", "kv_dtype", "tokens")}
 
 
 def _speed(timing: Timing, batch: int) -> dict[str, float]:

@@ -45,12 +45,10 @@ def limbs_step(precision: str, implementation: str) -> Step:
     """Splitting the carried x [B, I] into limbs as that implementation does it, and nothing else."""
 
     def advance(x, layer, _):
-        limbs = LIMBS[precision]
         if implementation == "xla":
-            split = split_limbs(x, limbs)
-        else:
-            split = ops.split_activations(x, limbs, interpret=implementation == "interpret")
-        return touch(x, *split)
+            return touch(x, *split_limbs(x, LIMBS[precision]))
+        made = ops.with_limbs(x, precision, interpret=implementation == "interpret")
+        return touch(x, made.digits, made.scales)
 
     return Step(advance)
 

@@ -182,7 +182,7 @@ def _launches(stack: GdnStack, carry: Carry, precision: str, request: Request, u
     split = gemv.limbs_step(precision, used)
     _, _, v, beta, g = operands.delta_inputs(5, cfg, batch)
     xcv = operands.activations(6, (batch, cfg.conv_channels))
-    digits, _ = ops.split_activations(carry.inner, LIMBS[precision], interpret=interpret)
+    digits = ops.with_limbs(carry.inner, precision, interpret=interpret).digits
 
     def limbs(carry, layer, _):
         return carry.replace(x=split.advance(carry.x, layer, ()))

@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -31,6 +31,7 @@ __all__ = [
     "Compiled",
     "Verdict",
     "compiled",
+    "decoder_by_name",
     "decoder_weights",
     "hybrid",
     "judged",
@@ -41,11 +42,12 @@ __all__ = [
     "new_state",
     "prompt",
     "require_decoder",
+    "settings",
 ]
 
 _GATE_TOKENS = 6
-_BOUNDS = {"exact": 1e-5, "q8": gate.BOUNDS["layer", "q8"]}
-"""Precision -> the largest max_rel of the small model's logits that passes; four to eight layers, float32 throughout."""
+# Bytes of a tensor up to which it is drawn on the host.
+_FROM_HOST = 1 << 20
 
 type Logits = Callable[..., jax.Array]
 """(weights, state, tokens [B, T], **named) -> logits with any leading axes."""
@@ -108,22 +110,26 @@ def miniature(cfg: DecoderConfig) -> DecoderConfig:
 def decoder_weights(seed: int, cfg: DecoderConfig, tier: str) -> Any:
     """`DecoderWeights` of random numbers, the same for the same seed on the same kind of device.
 
-    One tensor at a time, and of a dense one one layer at a time: beside the result there is room for one layer.
+    One tensor at a time, and of a dense one one layer at a time: beside the result there is room for one layer. Small
+    ones come from the host, which is faster than compiling a program for each.
     """
     shapes = abstract_decoder(cfg, tier=tier)
     paths, kind = jax.tree_util.tree_flatten_with_path(shapes, is_leaf=lambda leaf: isinstance(leaf, Q4Tensor))
     made = []
     for number, (path, leaf) in enumerate(paths):
-        one_seed = seed + number
-        if isinstance(leaf, Q4Tensor):
-            made.append(_q4(one_seed, tuple(leaf.shape)))
+        own_seed = seed + number
+        if operands.nbytes(leaf) <= _FROM_HOST:
+            made.append(_from_host(own_seed, leaf, path))
+        elif isinstance(leaf, Q4Tensor):
+            made.append(_q4(jnp.int32(own_seed), tuple(leaf.shape)))
         else:
-            made.append(_dense(one_seed, tuple(leaf.shape), jnp.dtype(leaf.dtype), *_spread(path, leaf.shape)))
+            spread = map(jnp.float32, _spread(path, leaf.shape))
+            made.append(_dense(jnp.int32(own_seed), tuple(leaf.shape), jnp.dtype(leaf.dtype), *spread))
         jax.block_until_ready(made[-1])
     return kind.unflatten(made)
 
 
-def _spread(path: Any, shape: tuple[int, ...]) -> tuple[float, float]:
+def _spread(path: Any, shape: Sequence[int]) -> tuple[float, float]:
     """Middle and half width of a tensor's uniform distribution, by its name: outputs of the size of inputs."""
     names = jax.tree_util.keystr(path, simple=True, separator=".").split(".")
     if names[-1] == "A_log":
@@ -135,6 +141,18 @@ def _spread(path: Any, shape: tuple[int, ...]) -> tuple[float, float]:
     return 0.0, math.sqrt(3 / shape[-1])
 
 
+def _from_host(seed: int, leaf: Any, path: Any) -> Any:
+    """What `_q4` and `_dense` draw, by numpy."""
+    draw = np.random.default_rng(seed)
+    if isinstance(leaf, Q4Tensor):
+        codes = draw.integers(0, 1 << 32, leaf.codes.shape, np.uint32)
+        low, high = operands.scale_range(leaf.shape[-1])
+        scales = draw.uniform(low, high, leaf.scales.shape).astype(np.float16)
+        return Q4Tensor(codes=jnp.asarray(codes), scales=jnp.asarray(scales))
+    middle, width = _spread(path, leaf.shape)
+    return jnp.asarray(draw.uniform(middle - width, middle + width, leaf.shape).astype(leaf.dtype))
+
+
 @functools.partial(jax.jit, static_argnames=("shape",))
 def _q4(seed: jax.Array, shape: tuple[int, ...]) -> Q4Tensor:
     stack = operands.q4_stack_of_key(operands.key(seed), math.prod(shape[:-2]), *shape[-2:])
@@ -142,13 +160,13 @@ def _q4(seed: jax.Array, shape: tuple[int, ...]) -> Q4Tensor:
 
 
 @functools.partial(jax.jit, static_argnames=("shape", "dtype"))
-def _dense(seed: jax.Array, shape: tuple[int, ...], dtype: Any, middle: float, width: float) -> jax.Array:
+def _dense(seed: jax.Array, shape: tuple[int, ...], dtype: Any, middle: jax.Array, width: jax.Array) -> jax.Array:
     layers = shape[0] if len(shape) > 2 else 1
     one = shape[1:] if len(shape) > 2 else shape
 
     def layer(number: jax.Array) -> jax.Array:
         drawn = jax.random.uniform(jax.random.fold_in(operands.key(seed), number), one, jnp.float32, -1.0, 1.0)
-        return (jnp.float32(middle) + jnp.float32(width) * drawn).astype(dtype)
+        return (middle + width * drawn).astype(dtype)
 
     return jax.lax.map(layer, jnp.arange(layers)).reshape(shape)
 
@@ -163,6 +181,11 @@ def require_decoder(request: Request) -> DecoderConfig:
 def named(request: Request, precision: str) -> dict[str, Any]:
     """The keywords of `decode_step` and its like."""
     return {"cfg": request.decoder, "precision": precision, "implementation": request.implementation}
+
+
+def settings(request: Request) -> dict[str, Any]:
+    """What a row says of the request that led to it."""
+    return {name: getattr(request, name) for name in ("tier", "context", "kv_dtype", "tokens")}
 
 
 def new_state(request: Request, batch: int) -> Any:
@@ -182,7 +205,7 @@ def moved(request: Request, batch: int) -> int:
     Of the embedding, a few rows; it is not counted unless it is the head too. Of the experts, those of the tokens.
     """
     cfg = require_decoder(request)
-    weights = abstract_decoder(cfg, tier=request.tier)
+    weights: Any = abstract_decoder(cfg, tier=request.tier)
     nbytes = operands.nbytes(weights) - (0 if weights.head is None else operands.nbytes(weights.embed))
     if cfg.moe is not None:
         stored, most = cfg.moe.experts, batch * cfg.moe.experts_per_token
@@ -220,7 +243,7 @@ def judged(logits: Logits, batch: int, precision: str, request: Request) -> Verd
     got, want = (np.asarray(run(weights, state, tokens)) for run in (ours, reference))
     options = {"cfg": cfg, "precision": precision, "implementation": request.implementation}
     step = Step(lambda carry, _, weights: logits(weights, *carry, **options), weights)
-    return Verdict(gate.error(got, want), _BOUNDS[precision], implementation_of(step, (state, tokens)))
+    return Verdict(gate.error(got, want), gate.BOUNDS["decoder", precision], implementation_of(step, (state, tokens)))
 
 
 class Compiled(NamedTuple):

@@ -16,14 +16,25 @@ from gdn_jax.q4 import CODES_PER_WORD, GROUP, Q4Tensor
 from gdn_jax.state import GdnState, state_shapes
 from gdn_jax.weights import GdnStack, GdnWeights, Q4Projections, abstract
 
-__all__ = ["DeltaInputs", "activations", "delta_inputs", "key", "layer_stack", "layer_state", "nbytes", "q4_stack"]
+__all__ = [
+    "DeltaInputs",
+    "activations",
+    "delta_inputs",
+    "key",
+    "layer_stack",
+    "layer_state",
+    "nbytes",
+    "q4_stack",
+    "q4_stack_of_key",
+    "scale_range",
+]
 
 type DeltaInputs = tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array]
 
 _CODE_RMS = (sum(code * code for code in range(-8, 8)) / 16) ** 0.5
 
 
-def key(seed: int) -> jax.Array:
+def key(seed: int | jax.Array) -> jax.Array:
     """A key of the generator described above."""
     return jax.random.key(seed, impl="rbg")
 
@@ -44,13 +55,23 @@ def activations(seed: int, shape: tuple[int, ...]) -> jax.Array:
 @functools.partial(jax.jit, static_argnames=("seed", "layers", "rows", "columns"))
 def q4_stack(seed: int, layers: int, rows: int, columns: int) -> Q4Tensor:
     """[L, N, I]: codes uniform on -8 … 7, scales within a third of what keeps the variance of x."""
-    codes, scales = jax.random.split(key(seed))
-    usual = 1 / (_CODE_RMS * columns**0.5)
-    spread = jax.random.uniform(scales, (layers, rows, columns // GROUP), jnp.float32, 2 / 3, 4 / 3)
+    return q4_stack_of_key(key(seed), layers, rows, columns)
+
+
+def q4_stack_of_key(source: jax.Array, layers: int, rows: int, columns: int) -> Q4Tensor:
+    """`q4_stack` of a key, which may be traced: matrices of one shape share a program."""
+    codes, scales = jax.random.split(source)
+    shape, (low, high) = (layers, rows, columns // GROUP), scale_range(columns)
     return Q4Tensor(
         codes=jax.random.bits(codes, (layers, rows, columns // CODES_PER_WORD), jnp.uint32),
-        scales=(spread * jnp.float32(usual)).astype(jnp.float16),
+        scales=jax.random.uniform(scales, shape, jnp.float32, low, high).astype(jnp.float16),
     )
+
+
+def scale_range(columns: int) -> tuple[float, float]:
+    """Scales of matrices with so many columns: within a third of what keeps the variance of x."""
+    usual = 1 / (_CODE_RMS * columns**0.5)
+    return usual * 2 / 3, usual * 4 / 3
 
 
 @functools.partial(jax.jit, static_argnames=("seed", "cfg", "batch"))

@@ -25,7 +25,9 @@ def run(request: Request) -> Iterator[Row]:
     """
     cfg = models.require_decoder(request)
     if request.context < request.tokens:
-        raise ValueError(f"--context must be at least the --tokens of the prompt, {request.tokens}; got {request.context}")
+        raise ValueError(
+            f"--context must be at least the --tokens of the prompt, {request.tokens}; got {request.context}"
+        )
     weights = models.decoder_weights(1, cfg, request.tier)
     for batch in request.batches:
         for precision in request.precisions:
@@ -43,8 +45,9 @@ def _measured(weights: Any, batch: int, precision: str, request: Request) -> Row
 
     def read(carry, _, weights_and_tokens):
         state, _ = carry
+        weights, tokens = weights_and_tokens
         state = state.replace(position=jnp.zeros_like(state.position))
-        logits, state = prefill_tokens(*_around(state, weights_and_tokens), **models.named(request, precision))
+        logits, state = prefill_tokens(weights, state, tokens, **models.named(request, precision))
         return state, jnp.argmax(logits, axis=-1).astype(jnp.int32)
 
     carry = (models.new_state(request, batch), jnp.zeros((batch,), jnp.int32))
@@ -66,7 +69,6 @@ def _measured(weights: Any, batch: int, precision: str, request: Request) -> Row
             "compile_seconds": compiled.seconds,
         }
         note = f"{rate:,.1f} tok/s, first token after {timing.us / 1e6:.3f} s, compiled in {compiled.seconds:.1f} s"
-    settings = {name: getattr(request, name) for name in ("tier", "context", "kv_dtype", "tokens")}
     return Row(
         subject="prefill",
         case=f"{request.geometry} {request.tokens} tokens",
@@ -79,10 +81,5 @@ def _measured(weights: Any, batch: int, precision: str, request: Request) -> Row
         bound=verdict.bound,
         timing=timing,
         note=note,
-        details=settings | {"gate_implementation": verdict.implementation} | details,
+        details=models.settings(request) | {"gate_implementation": verdict.implementation} | details,
     )
-
-
-def _around(state: Any, weights_and_tokens: tuple[Any, Any]) -> tuple[Any, Any, Any]:
-    weights, tokens = weights_and_tokens
-    return weights, state, tokens

@@ -4,13 +4,14 @@ import dataclasses
 
 from gdn_jax.bench.timing import Effort
 from gdn_jax.config import GdnConfig
+from gdn_jax.decoder.config import DecoderConfig
 
 __all__ = ["Request"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Request:
-    """The cases of one run: every combination of `batches` with `shapes` (gemv) or with the geometry (delta, layer)."""
+    """The cases of one run: every combination of `batches` with `shapes` (gemv) or with the geometry (all others)."""
 
     batches: tuple[int, ...]
     shapes: tuple[tuple[int, int], ...]
@@ -25,3 +26,13 @@ class Request:
     """None: what the library would choose."""
     peers: bool
     effort: Effort
+    decoder: DecoderConfig | None = None
+    """The whole model that `cfg` is part of, where the subject is one; what follows is about it alone."""
+    tier: str = "q4"
+    context: int = 1024
+    """Tokens that a sequence has room for."""
+    tokens: int = 32
+    """Steps of one program, or the length of a prompt."""
+    kv_dtype: str = "float32"
+    parts: bool = True
+    """Whether to time the parts of a step too."""

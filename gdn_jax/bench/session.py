@@ -12,7 +12,7 @@ from typing import Any
 import jax
 
 from gdn_jax import ops
-from gdn_jax.bench import ceiling, delta, gemv, layer, provenance, roofline
+from gdn_jax.bench import ceiling, decode, delta, gemv, layer, models, prefill, provenance, roofline
 from gdn_jax.bench.request import Request
 from gdn_jax.bench.rows import Row, record
 from gdn_jax.bench.timing import Effort
@@ -22,9 +22,12 @@ from gdn_jax.evidence.subjects import parse_geometry
 
 __all__ = ["carry_out"]
 
-SUBJECTS = {"ceiling": ceiling, "gemv": gemv, "delta": delta, "layer": layer}
+SUBJECTS = {"ceiling": ceiling, "gemv": gemv, "delta": delta, "layer": layer, "decode": decode, "prefill": prefill}
 WITH_PEERS = ("gemv", "delta")
+WHOLE_MODELS = ("decode", "prefill")
 BATCHES = {"delta": (1, 8, 64)}
+CONTEXT = 1024
+TOKENS = {"decode": 32, "prefill": 128}
 # Of the 27B model: the two parts of its in-projection, alone and as one; out; the MLP's three; the head.
 SHAPES = (
     (10240, 5120),
@@ -42,6 +45,8 @@ CPU_SHAPES = ((48, 96), (37, 64))
 CPU_GEOMETRY = "64,2,6,32,32,4"
 CPU_BATCHES = (1,)
 CPU_LAYERS = 2
+CPU_CONTEXT = 16
+CPU_TOKENS = 4
 CPU_NOTE = "cpu, not a measurement of the kernels"
 
 
@@ -74,6 +79,11 @@ def _request(options: argparse.Namespace) -> Request:
     ops.check_implementation(options.implementation)
     name, cfg = parse_geometry(options.geometry or (CPU_GEOMETRY if on_cpu else GEOMETRY))
     published = GEOMETRIES[name].layers if name in GEOMETRIES and not on_cpu else CPU_LAYERS
+    whole = models.decoder_by_name(name, cfg) if options.subject in WHOLE_MODELS else None
+    tier = options.tier or "q4"
+    if whole is not None:
+        for precision in options.precision or ():
+            ops.check_precision(precision, "q4" if tier == "q4" else "f32")
     return Request(
         batches=options.batch or (CPU_BATCHES if on_cpu else BATCHES.get(options.subject, (1,))),
         shapes=options.shapes or (CPU_SHAPES if on_cpu else SHAPES),
@@ -84,6 +94,12 @@ def _request(options: argparse.Namespace) -> Request:
         implementation=options.implementation,
         peers=options.peers,
         effort=Effort.here(options.seconds),
+        decoder=whole,
+        tier=tier,
+        context=options.context or (CPU_CONTEXT if on_cpu else CONTEXT),
+        tokens=options.tokens or (CPU_TOKENS if on_cpu else TOKENS.get(options.subject, 1)),
+        kv_dtype=options.kv or "float32",
+        parts=not options.no_parts,
     )
 
 
@@ -141,12 +157,14 @@ def _title(subject: str, best: float | None, origin: dict[str, Any]) -> str:
 
 def _command_line(options: argparse.Namespace) -> str:
     """The command that gives these rows again; where they were written is left out."""
-    given = {name: getattr(options, name) for name in ("geometry", "layers", "implementation", "seconds")}
+    plain = ("geometry", "layers", "implementation", "seconds", "tier", "context", "tokens", "kv")
+    given = {name: getattr(options, name) for name in plain}
     given["batch"] = options.batch and ",".join(map(str, options.batch))
     given["shapes"] = options.shapes and ",".join(f"{rows}x{columns}" for rows, columns in options.shapes)
     given["precision"] = options.precision and ",".join(options.precision)
     words = [f"--{name} {value}" for name, value in given.items() if value is not None]
-    return " ".join(("gdn bench", options.subject, *words, *(["--peers"] if options.peers else [])))
+    flags = [f"--{name.replace('_', '-')}" for name in ("no_parts", "peers") if getattr(options, name)]
+    return " ".join(("gdn bench", options.subject, *words, *flags))
 
 
 def _jsonable(line: dict[str, Any]) -> dict[str, Any]:

@@ -7,9 +7,11 @@
 
 Query head h uses key-value head h // (N_q / N). Scores and sums are multiply-and-add in float32: a dot would be rounded
 to TF32 on some GPUs, and its library would read a copy of the cache. Slots that hold no token yet have no part in the
-softmax, so what lies there is never seen.
+softmax, so what lies there is never seen. On a GPU all that lies between the projections is three kernels, which read
+the slots up to the position; here it is written for XLA, which reads all of them.
 """
 
+import functools
 from typing import NamedTuple
 
 import jax
@@ -22,7 +24,16 @@ from gdn_jax.decoder.config import DecoderConfig
 from gdn_jax.decoder.weights import AttentionWeights, of_layer
 from gdn_jax.fence import fence
 from gdn_jax.norms import rms_norm
-from gdn_jax.ops import Activations, elementwise, project, project_many
+from gdn_jax.ops import (
+    Activations,
+    attend_from_cache,
+    attend_limbs,
+    choose_attend,
+    elementwise,
+    project,
+    project_many,
+)
+from gdn_jax.slot import with_rules
 
 __all__ = ["Cache", "attend", "attention_step", "rotate"]
 
@@ -58,37 +69,89 @@ def attention_step(
         q, k, v = fence(
             project_many((w.q, w.k, w.v), x, precision=precision, implementation=implementation, layer=layer)
         )
-        q, gate = jnp.split(q.reshape(batch, cfg.heads, 2 * cfg.head_dim), 2, axis=-1)
         k, v = (array.reshape(batch, cfg.kv_heads, cfg.head_dim) for array in (k, v))
+        heads = _Heads(q.reshape(batch, cfg.heads, 2 * cfg.head_dim), k, v)
+    operands = (w.q_norm, w.k_norm), cache, heads, position, writes, layer
+    choice = choose_attend(cache.keys, cfg.heads, implementation)
+    if choice.implementation == "xla":
+        o, gate, cache = _by_xla(*operands, cfg=cfg)
+        how = {"consumers": (w.o,), "precision": precision, "implementation": implementation}
+        with jax.named_scope("project_out"):
+            gated = elementwise(_gated, o, gate, **how)
+    else:
+        limbs = attend_limbs(w.o, cache.keys, cfg.heads, precision, implementation)
+        program = functools.partial(_by_kernels, cfg=cfg, limbs=limbs, interpret=choice.implementation == "interpret")
+        # Limbs go to a kernel that has no such rules either.
+        gated, cache = (program if limbs else with_rules(program, _gated_by_xla(cfg), implementation))(*operands)
+    with jax.named_scope("project_out"):
+        return fence(project(w.o, gated, precision=precision, implementation=implementation, layer=layer)), cache
+
+
+class _Heads(NamedTuple):
+    """What is projected from the input of a layer, by head."""
+
+    q: Array
+    """float32 [B, Nq, 2·Hd], the query and then its gate."""
+    k: Array
+    """float32 [B, N, Hd]."""
+    v: Array
+    """float32 [B, N, Hd]."""
+
+
+def _by_kernels(norms, cache, heads, position, writes, layer, *, cfg, limbs, interpret):
+    """The gated output [B, Nq·Hd], in limbs if there are to be any, and the cache."""
+    frequencies = jnp.asarray(_frequencies(cfg.rotary_dim, cfg.rope_theta))
+    with jax.named_scope("attend"):
+        gated, keys, values = attend_from_cache(
+            *(*heads, *norms, *cache, layer, position, writes, frequencies),
+            norm_eps=cfg.norm_eps,
+            limbs=limbs,
+            interpret=interpret,
+        )
+    return gated, Cache(keys, values)
+
+
+def _by_xla(norms, cache, heads, position, writes, layer, *, cfg):
+    """The output and its gate, [B, Nq·Hd] both, and the cache."""
+    q, gate = jnp.split(heads.q, 2, axis=-1)
     with jax.named_scope("qk_norm_rope"):
         q, k = (
-            rotate(rms_norm(heads, of_layer(norm, layer), cfg.norm_eps), position, cfg.rotary_dim, cfg.rope_theta)
-            for heads, norm in ((q, w.q_norm), (k, w.k_norm))
+            rotate(rms_norm(x, of_layer(norm, layer), cfg.norm_eps), position, cfg.rotary_dim, cfg.rope_theta)
+            for x, norm in zip((q, heads.k), norms, strict=True)
         )
         q, k = fence((q * jnp.float32(cfg.head_dim**-0.5), k))
     with jax.named_scope("cache"):
-        cache = _write(cache, k, v, position, writes, layer)
+        cache = _write(cache, k, heads.v, position, writes, layer)
     with jax.named_scope("attend"):
         o = fence(attend(q, of_layer(cache.keys, layer), of_layer(cache.values, layer), position))
-    with jax.named_scope("project_out"):
-        gated = elementwise(
-            lambda o, gate: o * jax.nn.sigmoid(gate),
-            *(heads.reshape(batch, cfg.queries) for heads in (o, gate)),
-            consumers=(w.o,),
-            precision=precision,
-            implementation=implementation,
-        )
-        return fence(project(w.o, gated, precision=precision, implementation=implementation, layer=layer)), cache
+    return *(x.reshape(-1, cfg.queries) for x in (o, gate)), cache
+
+
+def _gated_by_xla(cfg):
+    def program(*operands):
+        o, gate, cache = _by_xla(*operands, cfg=cfg)
+        return _gated(o, gate), cache
+
+    return program
+
+
+def _gated(o, gate):
+    return o * jax.nn.sigmoid(gate)
 
 
 def rotate(x: Float32[Array, "B N Hd"], position: Int32[Array, "B"], rotary_dim: int, theta: float) -> Array:
     """RoPE: components i and i + rd/2 of the first rd of a head turn by position · theta^(-2i/rd); the rest stay."""
     half = rotary_dim // 2
-    frequencies = (theta ** (-2 * np.arange(half) / rotary_dim)).astype(np.float32)
-    angles = position.astype(jnp.float32)[:, None, None] * jnp.asarray(frequencies)[None, None]
+    frequencies = jnp.asarray(_frequencies(rotary_dim, theta))
+    angles = position.astype(jnp.float32)[:, None, None] * frequencies[None, None]
     cos, sin = (jnp.broadcast_to(part, (*x.shape[:2], half)) for part in (jnp.cos(angles), jnp.sin(angles)))
     first, second, rest = jnp.split(x, (half, rotary_dim), axis=-1)
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin, rest], axis=-1)
+
+
+def _frequencies(rotary_dim: int, theta: float) -> np.ndarray:
+    """theta^(-2i/rd), float32 [rd/2]."""
+    return (theta ** (-2 * np.arange(rotary_dim // 2) / rotary_dim)).astype(np.float32)
 
 
 def attend(

@@ -62,9 +62,7 @@ def _add_common(parser: argparse.ArgumentParser, *, max_new_tokens: int) -> None
     parser.add_argument("--precision", choices=("exact", "q8"), default="exact", help="of products (q8: with q4 only)")
     parser.add_argument("--implementation", help="xla, triton, …: refused where it cannot be had (default: the best)")
     parser.add_argument("--tokenizer", type=Path, metavar="DIR", help="where the tokenizer is, if not with the model")
-    parser.add_argument(
-        "--capacity", type=positive, metavar="N", help="most tokens of a sequence (default: as needed)"
-    )
+    parser.add_argument("--capacity", type=positive, metavar="N", help="most tokens of a sequence (default: as needed)")
     parser.add_argument("--kv-dtype", choices=("float32", "bfloat16"), default="float32", help="of keys and values")
     parser.add_argument("--system", metavar="TEXT", help="the system message of the conversation")
     parser.add_argument(

@@ -19,7 +19,14 @@ from gdn_jax.decoder.answer import Answer
 from gdn_jax.decoder.compilation import CompileClock
 from gdn_jax.decoder.config import DecoderConfig
 from gdn_jax.decoder.generate import NOTHING, Generation, Network, Policy, Rows, bucket, new_rows
-from gdn_jax.decoder.generation_config import end_ids, recommended_sampling, token_ids, vision_ids
+from gdn_jax.decoder.generation_config import (
+    END_KEYS,
+    VISION_KEYS,
+    end_ids,
+    named_ids,
+    recommended_sampling,
+    vision_ids,
+)
 from gdn_jax.decoder.interrupts import Interrupts
 from gdn_jax.decoder.model import decode_step, prefill_tokens
 from gdn_jax.decoder.prompts import NO_TOKENIZER, read_count, read_prompts, read_stops
@@ -148,8 +155,8 @@ class Decoder:
             # Refused now, and not after minutes of reading weights.
             decoder_state_shapes(cfg, batch=1, capacity=1 if capacity is None else capacity, kv_dtype=kv_dtype)
             text = _find_tokenizer(folder, tokenizer)
-            ends = end_ids(folder) | token_ids(f"{path}: eos_token_id", checkpoint.config.get("eos_token_id"))
-            vision = vision_ids(folder)
+            ends = end_ids(folder) | named_ids(checkpoint.config, END_KEYS, str(path))
+            vision = vision_ids(folder) | named_ids(checkpoint.config, VISION_KEYS, str(path))
             sampling = recommended_sampling(folder)
             _, weights = read_decoder(checkpoint, tier=tier, quantiser=quantiser, progress=progress)
         if text is not None:

@@ -8,10 +8,13 @@ from checkpoints.strict_json import read_json
 from gdn_jax.decoder.sample import GREEDY, SamplingParams
 from gdn_jax.errors import CheckpointError
 
-__all__ = ["end_ids", "recommended_sampling", "token_ids", "vision_ids"]
+__all__ = ["END_KEYS", "VISION_KEYS", "end_ids", "named_ids", "recommended_sampling", "token_ids", "vision_ids"]
 
 GENERATION_FILE = "generation_config.json"
 MODEL_FILE = "config.json"
+
+END_KEYS = ("eos_token_id",)
+VISION_KEYS = ("image_token_id", "video_token_id")
 
 _SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
@@ -27,7 +30,7 @@ def end_ids(folder: Path) -> frozenset[int]:
     """
     ends: set[int] = set()
     for name in (GENERATION_FILE, MODEL_FILE):
-        ends |= _named(folder / name, ("eos_token_id",))
+        ends |= _named(folder / name, END_KEYS)
     return frozenset(ends)
 
 
@@ -37,7 +40,7 @@ def vision_ids(folder: Path) -> frozenset[int]:
     Raises:
         CheckpointError: such an id is not an id.
     """
-    return frozenset(_named(folder / MODEL_FILE, ("image_token_id", "video_token_id")))
+    return frozenset(_named(folder / MODEL_FILE, VISION_KEYS))
 
 
 def recommended_sampling(folder: Path) -> SamplingParams:
@@ -68,14 +71,20 @@ def token_ids(what: str, value: Any) -> set[int]:
     return set(values)
 
 
+def named_ids(settings: Mapping[str, Any], keys: tuple[str, ...], source: str) -> set[int]:
+    """The ids under `keys`; `source` names the settings in the error.
+
+    Raises:
+        CheckpointError: a value is neither an id nor a list of ids.
+    """
+    return {i for key in keys for i in token_ids(f"{source}: {key}", settings.get(key))}
+
+
 def _named(file: Path, keys: tuple[str, ...]) -> set[int]:
     """The ids under `keys`, on the top level of `file` and in its text part."""
-    settings, ids = _settings(file), set()
-    for level in (settings, settings.get("text_config")):
-        for key in keys:
-            if isinstance(level, Mapping):
-                ids |= token_ids(f"{file}: {key}", level.get(key))
-    return ids
+    settings = _settings(file)
+    levels = (settings, settings.get("text_config"))
+    return {i for level in levels if isinstance(level, Mapping) for i in named_ids(level, keys, str(file))}
 
 
 def _settings(file: Path) -> dict[str, Any]:

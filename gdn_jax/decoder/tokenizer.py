@@ -17,39 +17,20 @@ from tokenizers import Tokenizer as Backend
 
 from checkpoints.gguf_file import GgufFile
 from checkpoints.gguf_qwen import is_gguf
+from checkpoints.gguf_tokenizer import CONTROL, NAMED_ENDS, PREFIX, SPECIAL_IDS, SPLITS, UNUSED, USER_DEFINED
 from checkpoints.strict_json import read_json
+from checkpoints.text_files import TOKENIZER_CONFIG_FILE, TOKENIZER_FILE, chat_template, special_tokens
 from gdn_jax.decoder.chat_template import ChatTemplate
 from gdn_jax.decoder.generation_config import end_ids, token_ids
 from gdn_jax.errors import CheckpointError, UnsupportedError
 
 __all__ = ["Tokenizer", "has_tokenizer", "load_tokenizer"]
 
-TOKENIZER_FILE = "tokenizer.json"
-TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
-TEMPLATE_FILE = "chat_template.jinja"
-
-_SPECIALS = ("bos_token", "eos_token", "pad_token", "unk_token")
-
 # The names of the tokens that stand for images and videos in Qwen's models. A configuration of text only does not list
 # their ids, but the vocabulary has them.
 _VISION = ("<|image_pad|>", "<|video_pad|>", "<|vision_pad|>")
 
-_CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
-_SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
-_GGUF_SPLITS = {
-    "qwen2": rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_SPACES}",
-    "qwen35": (
-        rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}\p{{M}}]+|\p{{N}}"
-        rf"| ?[^\s\p{{L}}\p{{M}}\p{{N}}]+[\r\n]*|{_SPACES}"
-    ),
-}
-"""`tokenizer.ggml.pre` -> how text is cut before merging: words with their mark or space, single digits, the rest."""
-
-_GGUF = "tokenizer.ggml."
 _GGUF_ENDS = ("eos_token_id", "eot_token_id", "eom_token_id")
-_GGUF_NAMED_ENDS = ("<|im_end|>", "<|endoftext|>")
-_CONTROL, _USER_DEFINED = 3, 4
-"""Values of `tokenizer.ggml.token_type`: tokens that mean something to the model alone, and whole words added later."""
 
 
 class Tokenizer:
@@ -106,7 +87,7 @@ def has_tokenizer(path: str | os.PathLike[str]) -> bool:
     if not is_gguf(location):
         return (location / TOKENIZER_FILE).is_file()
     with GgufFile(location) as file:
-        return file.metadata.get(f"{_GGUF}model") == "gpt2" and file.metadata.get(f"{_GGUF}pre") in _GGUF_SPLITS
+        return file.metadata.get(f"{PREFIX}model") == "gpt2" and file.metadata.get(f"{PREFIX}pre") in SPLITS
 
 
 def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
@@ -131,77 +112,54 @@ def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
         raise CheckpointError(f"{file}: not a usable tokenizer: {error}") from error
     folder = file.parent
     settings = read_json(folder / TOKENIZER_CONFIG_FILE) if (folder / TOKENIZER_CONFIG_FILE).is_file() else {}
-    specials = _special_tokens(settings)
+    specials = special_tokens(settings)
     end = backend.token_to_id(specials["eos_token"]) if "eos_token" in specials else None
     ends = end_ids(folder) | token_ids(f"{file}: the end", end)
-    return Tokenizer(backend, source=str(file), ends=sorted(ends), template=_template(folder, settings, specials))
-
-
-def _special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
-    """The special tokens that `tokenizer_config.json` names, as plain text or as an object with `content`."""
-    stated = {name: settings.get(name) for name in _SPECIALS}
-    plain = {name: token.get("content") if isinstance(token, Mapping) else token for name, token in stated.items()}
-    return {name: token for name, token in plain.items() if isinstance(token, str)}
-
-
-def _template(folder: Path, settings: Mapping[str, Any], specials: Mapping[str, str]) -> ChatTemplate | None:
-    file = folder / TEMPLATE_FILE
-    if file.is_file():
-        try:
-            text = file.read_text(encoding="utf-8")
-        except UnicodeDecodeError as error:
-            raise CheckpointError(f"{file}: not UTF-8: {error}") from error
-        return ChatTemplate(text, source=str(file), specials=specials)
-    text, source = settings.get("chat_template"), str(folder / TOKENIZER_CONFIG_FILE)
-    if isinstance(text, list):  # several, by name
-        named = {entry.get("name"): entry.get("template") for entry in text if isinstance(entry, Mapping)}
-        text = named.get("default")
-    if text is None:
-        return None
-    if not isinstance(text, str):
-        raise CheckpointError(f"{source}: chat_template must be text, got {type(text).__name__}")
-    return ChatTemplate(text, source=source, specials=specials)
+    found = chat_template(folder, settings)
+    template = None if found is None else ChatTemplate(found.text, source=found.source, specials=specials)
+    return Tokenizer(backend, source=str(file), ends=sorted(ends), template=template)
 
 
 def _from_gguf(source: str, metadata: Mapping[str, Any]) -> Tokenizer:
     """The tokenizer that a GGUF file describes, with the normalisation (NFC) that Qwen's own files prescribe."""
-    kind, split = metadata.get(f"{_GGUF}model"), metadata.get(f"{_GGUF}pre")
+    kind, split = metadata.get(f"{PREFIX}model"), metadata.get(f"{PREFIX}pre")
     if kind is None:
         raise UnsupportedError(
             f"{source}: the file holds no tokenizer; name a directory that has one (--tokenizer DIR)"
         )
-    if kind != "gpt2" or split not in _GGUF_SPLITS:
+    if kind != "gpt2" or split not in SPLITS:
         raise UnsupportedError(
             f"{source}: its tokenizer is of kind {kind!r} cut as {split!r}; read are 'gpt2' cut as "
-            f"{' or '.join(map(repr, _GGUF_SPLITS))}. Name a directory with a {TOKENIZER_FILE} (--tokenizer DIR)"
+            f"{' or '.join(map(repr, SPLITS))}. Name a directory with a {TOKENIZER_FILE} (--tokenizer DIR)"
         )
     tokens, merges = (_strings(source, metadata, key) for key in ("tokens", "merges"))
-    types = metadata.get(f"{_GGUF}token_type", np.ones(len(tokens), np.int32))
+    types = metadata.get(f"{PREFIX}token_type", np.ones(len(tokens), np.int32))
     if not isinstance(types, np.ndarray) or types.shape != (len(tokens),):
-        raise CheckpointError(f"{source}: {_GGUF}token_type must give one number for each of {len(tokens)} tokens")
-    backend = _bpe(source, tokens, merges, _GGUF_SPLITS[split])
-    for number, special in ((_CONTROL, True), (_USER_DEFINED, False)):
+        raise CheckpointError(f"{source}: {PREFIX}token_type must give one number for each of {len(tokens)} tokens")
+    backend = _bpe(source, tokens, merges, SPLITS[split], padding=frozenset(np.flatnonzero(types == UNUSED).tolist()))
+    for number, special in ((CONTROL, True), (USER_DEFINED, False)):
         added = [AddedToken(tokens[i], special=special, normalized=False) for i in np.flatnonzero(types == number)]
         backend.add_special_tokens(added) if special else backend.add_tokens(added)
-    if metadata.get(f"{_GGUF}add_bos_token"):
+    if metadata.get(f"{PREFIX}add_bos_token"):
         begin = _token(source, metadata, "bos_token_id", tokens)
         backend.post_processor = processors.TemplateProcessing(
             single=f"{tokens[begin]} $A", special_tokens=[(tokens[begin], begin)]
         )
-    named = {name: f"{name}_id" for name in _SPECIALS if f"{_GGUF}{name}_id" in metadata}
-    specials = {name: tokens[_token(source, metadata, key, tokens)] for name, key in named.items()}
+    named = {role: key for role, key in SPECIAL_IDS.items() if f"{PREFIX}{key}" in metadata}
+    specials = {role: tokens[_token(source, metadata, key, tokens)] for role, key in named.items()}
     text = metadata.get("tokenizer.chat_template")
     template = ChatTemplate(text, source=source, specials=specials) if isinstance(text, str) else None
     return Tokenizer(backend, source=source, ends=sorted(_gguf_ends(source, metadata, tokens)), template=template)
 
 
-def _bpe(source: str, tokens: list[str], merges: list[str], split: str) -> Backend:
-    vocabulary = {token: i for i, token in enumerate(tokens)}
-    if len(vocabulary) != len(tokens):
-        raise CheckpointError(f"{source}: {_GGUF}tokens holds a token twice")
+def _bpe(source: str, tokens: list[str], merges: list[str], split: str, padding: frozenset[int]) -> Backend:
+    """The vocabulary without what only fills the rows of an embedding, and stands for no text."""
+    if len(set(tokens)) != len(tokens):
+        raise CheckpointError(f"{source}: {PREFIX}tokens holds a token twice")
+    vocabulary = {token: i for i, token in enumerate(tokens) if i not in padding}
     pairs = [(first, second) for first, _, second in (merge.partition(" ") for merge in merges)]
     if any(not second or " " in second for _, second in pairs):
-        raise CheckpointError(f"{source}: {_GGUF}merges must be pairs of tokens with one space between them")
+        raise CheckpointError(f"{source}: {PREFIX}merges must be pairs of tokens with one space between them")
     try:
         backend = Backend(models.BPE(vocab=vocabulary, merges=pairs))
     except Exception as error:  # the library raises nothing more specific: a merge of unknown tokens, broken text
@@ -219,19 +177,19 @@ def _bpe(source: str, tokens: list[str], merges: list[str], split: str) -> Backe
 
 def _gguf_ends(source: str, metadata: Mapping[str, Any], tokens: Sequence[str]) -> set[int]:
     """Files name one end, or two; the model may use the other as well, so those with the usual names count too."""
-    stated = {_token(source, metadata, key, tokens) for key in _GGUF_ENDS if f"{_GGUF}{key}" in metadata}
-    return stated | {i for i, token in enumerate(tokens) if token in _GGUF_NAMED_ENDS}
+    stated = {_token(source, metadata, key, tokens) for key in _GGUF_ENDS if f"{PREFIX}{key}" in metadata}
+    return stated | {i for i, token in enumerate(tokens) if token in NAMED_ENDS}
 
 
 def _strings(source: str, metadata: Mapping[str, Any], key: str) -> list[str]:
-    values = metadata.get(f"{_GGUF}{key}")
+    values = metadata.get(f"{PREFIX}{key}")
     if not isinstance(values, list) or not all(isinstance(value, str) for value in values):
-        raise CheckpointError(f"{source}: {_GGUF}{key} must be a list of text")
+        raise CheckpointError(f"{source}: {PREFIX}{key} must be a list of text")
     return values
 
 
 def _token(source: str, metadata: Mapping[str, Any], key: str, tokens: Sequence[str]) -> int:
-    value = metadata.get(f"{_GGUF}{key}")
+    value = metadata.get(f"{PREFIX}{key}")
     if type(value) is not int or not 0 <= value < len(tokens):
-        raise CheckpointError(f"{source}: {_GGUF}{key} must be one of the {len(tokens)} token ids, got {value!r:.80}")
+        raise CheckpointError(f"{source}: {PREFIX}{key} must be one of the {len(tokens)} token ids, got {value!r:.80}")
     return value

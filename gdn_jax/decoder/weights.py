@@ -22,13 +22,12 @@ import numpy as np
 
 import checkpoints
 from checkpoints.names import listed
-from checkpoints.q4_blocks import pack_words
 from gdn_jax import weights as gdn_weights
 from gdn_jax.axes import Leaf
 from gdn_jax.convert import Progress, Watcher
 from gdn_jax.decoder.config import DecoderConfig
 from gdn_jax.errors import CheckpointError, UnsupportedError
-from gdn_jax.q4 import CODES_PER_WORD, GROUP, METHODS, Q4Tensor, quantize_rows
+from gdn_jax.q4 import CODES_PER_WORD, GROUP, METHODS, Q4Tensor, quantize_words
 from gdn_jax.require import require_array, require_kind
 from gdn_jax.weights import DenseProjections, GdnStack, GdnWeights, Q4Projections
 
@@ -481,8 +480,7 @@ class _Loader:
         """The entries of a piece as the leaves of the field take them."""
         name, checkpoint = piece.name, self._checkpoint
         if quantised and checkpoint.info(name).dtype == "Q4_0":
-            codes, scales = checkpoint.read_q4(name)
-            return pack_words(codes)[None], scales[None]
+            return tuple(piece.entries(leaf) for leaf in checkpoint.read_words(name))
         stored = checkpoint.read(name)
         if stored.dtype.name not in _READABLE:
             raise CheckpointError(
@@ -492,10 +490,9 @@ class _Loader:
         if not quantised:
             return (entries,)
         try:
-            codes, scales = quantize_rows(np.ascontiguousarray(entries), self._quantiser)
+            return quantize_words(np.ascontiguousarray(entries), self._quantiser)
         except ValueError as error:
             raise CheckpointError(f"{checkpoint.source}: tensor {name!r} cannot be quantised: {error}") from error
-        return pack_words(codes), scales
 
     def _count(self, nbytes: int) -> None:
         self._done = self._done._replace(tensors=self._done.tensors + 1, nbytes=self._done.nbytes + nbytes)

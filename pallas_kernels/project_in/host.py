@@ -76,7 +76,7 @@ def project_in(
     _check("layer", layer, (1,), jnp.int32)
     _check("weight_layer", weight_layer, (1,), jnp.int32)
     if active is not None:
-        _check("active", active, (batch,), active.dtype)
+        _check("active", active, (batch,), jnp.bool_, jnp.int32)
     if reason := supported(layers, channels, values, columns, batch, limbs, interpret=interpret):
         raise NotImplementedError(f"project_in: {reason}")
     cut = q4_gemv.choose_tile(device_kind(), channels + values, columns, batch, limbs).tile if tile is None else tile
@@ -126,8 +126,10 @@ def supported(
 _ANYWHERE = pl.BlockSpec(memory_space=pl.ANY)
 
 
-def _check(name, array, shape, dtype=jnp.float32):
+def _check(name, array, shape, *dtypes):
+    """Raise unless the array has that shape and one of those dtypes, float32 if none is given."""
     if array.shape != shape:
         raise ValueError(f"{name} must have shape {list(shape)} to fit the others, got {list(array.shape)}")
-    if array.dtype != dtype:
-        raise NotImplementedError(f"{name} must be {jnp.dtype(dtype).name}, got {array.dtype}; use XLA")
+    names = [jnp.dtype(dtype).name for dtype in dtypes or (jnp.float32,)]
+    if array.dtype.name not in names:
+        raise NotImplementedError(f"{name} must be {' or '.join(names)}, got {array.dtype}; use XLA")

@@ -11,6 +11,9 @@ __all__ = [
     "CASE_OUTPUT",
     "CASE_STATE",
     "CASE_TAP",
+    "CHUNK",
+    "CHUNK_ALIKE",
+    "CHUNK_GRADIENT",
     "DECODER_ALONE",
     "DECODER_BF16",
     "DECODER_ORACLE",
@@ -50,6 +53,12 @@ ELEMENT = 4e-7  # measured 1.6e-7 for gates and q/k norm, 2.7e-7 for the gated n
 # One projection over up to 5120 columns, and one to five steps of the delta rule.
 PROJECTION = 2.2e-7  # measured 1.5e-7
 DELTA_STEP = 1e-6  # measured 6.7e-7
+
+# The chunked delta rule, RMS-relative, from 1 to 16,384 tokens: o, and the final S; then where all keys are alike, beta
+# is near 1 and nothing decays. Its gradients against those of the serial form in float32.
+CHUNK = 5e-7  # measured
+CHUNK_ALIKE = 2e-6  # measured
+CHUNK_GRADIENT = 1e-6  # measured
 
 # A gradient along a random direction, against the float64 oracle's central difference, relative to the gradient's norm.
 GRADIENT = 3.5e-7  # measured 2.3e-7 on JAX 0.12.0.1, A_log, and 1.1e-7 on 0.11.2, dt_bias

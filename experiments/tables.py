@@ -1,0 +1,107 @@
+"""The tables of measurements in the kernels' READMEs, from the records of `gdn bench` on an H200.
+
+python -m experiments.tables [ceiling|gemv|batches|delta|layer …]
+"""
+
+import json
+import pathlib
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+RESULTS = pathlib.Path(__file__).parent / "results"
+
+type Line = dict[str, Any]
+type Table = Iterator[tuple[str, ...]]
+
+
+def recorded(subject: str) -> list[Line]:
+    return [json.loads(line) for line in (RESULTS / f"bench-{subject}-h200.jsonl").read_text().splitlines()]
+
+
+def find(lines: list[Line], **wanted: Any) -> Line | None:
+    """The one line with these fields, if it was timed."""
+    found = [line for line in lines if line["us"] and all(line[name] == value for name, value in wanted.items())]
+    assert len(found) <= 1, f"{len(found)} lines with {wanted}"
+    return found[0] if found else None
+
+
+def cell(line: Line | None, name: str, form: str, factor: float = 1.0) -> str:
+    return "" if line is None or line[name] is None else format(line[name] * factor, form)
+
+
+def ceiling() -> Table:
+    yield "blocks in flight x words", "warps", "programs per core", "read, TB/s", "copy, TB/s"
+    lines = recorded("ceiling")
+    for cut in dict.fromkeys(line["case"].partition(" ")[2] for line in lines):
+        pair = (find(lines, case=f"{what} {cut}".strip()) for what in ("read", "copy"))
+        names = [part.lstrip("wp").replace("-", "one per block") for part in cut.split()] or ["XLA's own", "", ""]
+        yield *names, *(cell(line, "gb_per_s", ".2f", 1e-3) for line in pair)
+
+
+def gemv() -> Table:
+    yield "matrix", "µs", "from float32 x", "GB/s", "of read", "max_rel", "torch int4", "published design", "XLA int4"
+    lines = recorded("gemv")
+    for shape in shapes(lines):
+        kernel = find(lines, case=f"{shape} kernel", batch=1)
+        product = find(lines, case=f"{shape} product", batch=1)
+        peers = (find(lines, case=shape, implementation=name) for name in ("torch int4", "published", "xla int4"))
+        ours = (cell(kernel, "us", ".1f"), cell(product, "us", ".1f"), cell(kernel, "gb_per_s", ".0f"))
+        quality = (cell(kernel, "fraction", ".0%"), cell(kernel, "max_rel", ".1e"))
+        yield shape, *ours, *quality, *(cell(peer, "us", ".1f") for peer in peers)
+
+
+def batches() -> Table:
+    yield "matrix", *(f"batch {batch}" for batch in (1, 2, 4, 8)), "8 rows over 1", "of read at 8", "max_rel at 8"
+    lines = recorded("gemv")
+    for shape in shapes(lines):
+        by_batch = [find(lines, case=f"{shape} kernel", batch=batch) for batch in (1, 2, 4, 8)]
+        one, eight = by_batch[0], by_batch[-1]
+        if one is None or eight is None:
+            continue
+        ratio = f"{eight['us'] / one['us']:.2f}"
+        times = (cell(line, "us", ".1f") for line in by_batch)
+        yield shape, *times, ratio, cell(eight, "fraction", ".0%"), cell(eight, "max_rel", ".1e")
+
+
+def shapes(lines: list[Line]) -> list[str]:
+    return list(dict.fromkeys(line["case"].split()[0] for line in lines))
+
+
+def delta() -> Table:
+    yield "batch", "µs", "10th to 90th percentile", "GB/s", "of read", "max_rel"
+    for line in recorded("delta"):
+        if line["us"]:
+            spread = f"{line['us_p10']:.2f} to {line['us_p90']:.2f}"
+            rate = (cell(line, "gb_per_s", ".0f"), cell(line, "fraction", ".0%"))
+            yield str(line["batch"]), cell(line, "us", ".2f"), spread, *rate, cell(line, "max_rel", ".1e")
+
+
+def layer() -> Table:
+    yield "part", "µs, exact", "of read", "µs, q8", "of read"
+    lines = recorded("layer")
+    for case in dict.fromkeys(line["case"] for line in lines):
+        pair = [find(lines, case=case, precision=precision) for precision in ("exact", "q8")]
+        times = ((cell(line, "us", ".1f"), cell(line, "fraction", ".0%")) for line in pair)
+        yield case.partition(" ")[2], *(text for pair in times for text in pair)
+
+
+TABLES: dict[str, Callable[[], Table]] = {table.__name__: table for table in (ceiling, gemv, batches, delta, layer)}
+
+
+def markdown(table: Table) -> list[str]:
+    """Its lines, with a rule under the head."""
+    rows = [f"| {' | '.join(row)} |" for row in table]
+    return [rows[0], "|---" * rows[0].count(" | ") + "|---|", *rows[1:]]
+
+
+def main(*names: str) -> int:
+    for name in names or TABLES:
+        print(name, *markdown(TABLES[name]()), sep="\n", end="\n\n")
+    return 0
+
+
+if __name__ == "__main__":
+    if not set(sys.argv[1:]) <= set(TABLES):
+        sys.exit(__doc__)
+    sys.exit(main(*sys.argv[1:]))

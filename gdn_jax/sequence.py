@@ -1,0 +1,220 @@
+"""A GDN layer over whole sequences: all tokens at once, but for S, which goes from chunk to chunk."""
+
+import functools
+import operator
+import typing
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.core import Tracer
+
+from gdn_jax import ops
+from gdn_jax.axes import Array, Float32, Int32
+from gdn_jax.border import Weights, check_request
+from gdn_jax.config import GdnConfig
+from gdn_jax.delta import delta_chunk, first_tokens, valid_tokens
+from gdn_jax.fence import fence
+from gdn_jax.gates import log_decay, write_strength
+from gdn_jax.norms import gated_rms_norm, l2_normalise
+from gdn_jax.slot import run_on_slot, with_rules
+from gdn_jax.state import GdnState
+from gdn_jax.weights import GdnWeights
+
+__all__ = ["prefill"]
+
+_ROWS = 32
+"""Tokens per product: partial sums of a float32 product take 10 MB a row in the 27B geometry."""
+
+
+@typing.no_type_check
+def prefill(
+    w: Weights,
+    state: GdnState,
+    xs: Array,
+    *,
+    cfg: GdnConfig,
+    layer=0,
+    lengths=None,
+    segment_ids=None,
+    precision: str = "exact",
+    implementation: str | None = None,
+) -> tuple[Array, GdnState]:
+    """Carry one layer over a sequence by chunks of 64 tokens: xs [T, B, D] -> ys [T, B, D] and the next state.
+
+    What `scan` computes, but for rounding, in about T / 64 steps instead of T: between chunks S is carried, and within
+    them the delta rule is a triangular system. Sequences may be cut anywhere: prefilling the parts one after the other,
+    and then calling `step`, goes on from the same state.
+
+    `lengths` int [B]: row b has tokens 0 … lengths[b] - 1, and the rest of xs is padding that is never used, NaN
+    included. ys is 0 there and the state is that after the last token; a row of length 0 keeps its state bit for bit.
+    `segment_ids` int [T, B]: packed documents. Where the id changes from one token to the next, S and the convolution's
+    history start at zero, and nothing of one document reaches another. The first document continues the given state.
+    T = 0 returns the state.
+
+    NaN and infinities in xs reach what they reach in `scan`: their row, from their token to the end of its document.
+
+    Plain function: it is not jitted and donates nothing. Use
+
+        jax.jit(gdn.prefill, static_argnames=("cfg", "precision", "implementation"), donate_argnames=("state",))
+
+    `implementation` chooses the products with 4-bit weights, as for `step`; a name that `step` refuses is refused. The
+    chunks and float32 products are plain XLA under every name. Weights, `layer` and `precision` as for `step`.
+
+    Raises:
+        ValueError: as `step`; `lengths` or `segment_ids` of a wrong shape; lengths outside 0 … T (traced, they count as
+        the nearer end). TypeError: as `step`; `lengths` or `segment_ids` that are not integers. StateMismatchError,
+        UnsupportedError: as `step`.
+    """
+    check_request(w, state, xs, "T B D", cfg, layer, precision, implementation)
+    tokens, batch = xs.shape[:2]
+    lengths = _check_lengths(lengths, tokens, batch)
+    segment_ids = _check_integers("segment_ids", segment_ids, "T B", (tokens, batch))
+    return _prefill(w, state, xs, cfg, layer, lengths, segment_ids, precision, implementation)
+
+
+def _prefill(
+    w: Any,
+    state: GdnState,
+    xs: Float32[Array, "T B D"],
+    cfg: GdnConfig,
+    layer: Any,
+    lengths: Int32[Array, "B"] | None,
+    segment_ids: Int32[Array, "T B"] | None,
+    precision: str,
+    implementation: str | None,
+) -> tuple[Float32[Array, "T B D"], GdnState]:
+    if ops.choose_delta_layer(state.S, implementation).implementation == "xla":
+        implementation = "xla"
+
+    def all_tokens(slot, xs, lengths, segment_ids):
+        ops.check_products(slot.weights.large, precision, implementation)
+        ys, carry = _advance(slot.weights, slot.carry, xs, lengths, segment_ids, cfg, precision, implementation)
+        return slot.finish(carry, ys)
+
+    # The slot is XLA's whatever carries out the products, since the chunks are.
+    return run_on_slot(all_tokens, w, state, (xs, lengths, segment_ids), cfg, layer, precision, "xla")
+
+
+def _advance(
+    w: GdnWeights,
+    carry: tuple[Float32[Array, "B H K V"], Float32[Array, "B P C"]],
+    xs: Float32[Array, "T B D"],
+    lengths: Int32[Array, "B"] | None,
+    segment_ids: Int32[Array, "T B"] | None,
+    cfg: GdnConfig,
+    precision: str,
+    implementation: str | None,
+) -> tuple[Float32[Array, "T B D"], tuple[Float32[Array, "B H K V"], Float32[Array, "B P C"]]]:
+    """The seven steps for all tokens, stage by stage behind fences, as in `stages.advance`."""
+    tokens, batch, _ = xs.shape
+    if tokens == 0:
+        return xs, carry
+    # Zeroed at both ends: what padding holds, NaN included, reaches no gradient either.
+    s, history, xs = fence((*carry, _without_padding(xs, lengths)))
+    project = functools.partial(_project_all, precision=precision, implementation=implementation)
+    with jax.named_scope("project_in"):
+        xc, z = project((w.large.qkv, w.large.z), xs)
+        b, a = _project_all((w.b, w.a), xs, precision="exact", implementation="xla")
+        xc, z, b, a = fence((xc, z.reshape(tokens, batch, cfg.value_heads, cfg.value_dim), b, a))
+    with jax.named_scope("gates"):
+        beta, g = fence((write_strength(b), log_decay(a, w.dt_bias, w.A_log)))
+    with jax.named_scope("conv"):
+        xcv, history = fence(_convolve(history, xc, w.conv, lengths, segment_ids))
+    with jax.named_scope("qk_norm"):
+        q, k, v = jnp.split(xcv, (cfg.key_channels, 2 * cfg.key_channels), axis=-1)
+        q, k = (l2_normalise(heads.reshape(tokens, batch, cfg.key_heads, cfg.key_dim)) for heads in (q, k))
+        q, k = fence((q * jnp.float32(cfg.key_dim**-0.5), k))
+    with jax.named_scope("delta_rule"):
+        on, s = fence(delta_chunk(s, q, k, v.reshape(z.shape), beta, g, lengths=lengths, segment_ids=segment_ids))
+    with jax.named_scope("gated_norm"):
+        onn = fence(gated_rms_norm(on, w.norm, z, cfg.norm_eps))
+    with jax.named_scope("project_out"):
+        [ys] = project((w.large.out,), onn.reshape(tokens, batch, cfg.value_channels))
+    return _without_padding(ys, lengths), (s, history)
+
+
+def _without_padding(xs: Float32[Array, "T B D"], lengths: Int32[Array, "B"] | None) -> Float32[Array, "T B D"]:
+    """`xs` with zeros from each row's length on."""
+    if lengths is None:
+        return xs
+    return jnp.where(valid_tokens(lengths, *xs.shape[:2])[:, :, None], xs, 0.0)
+
+
+def _project_all(
+    matrices: Sequence[Any], xs: Float32[Array, "T B I"], *, precision: str, implementation: str | None
+) -> list[Float32[Array, "T B O"]]:
+    """Products with every token of every row, `_ROWS` of them at a time."""
+    rows = xs.reshape(-1, xs.shape[-1])
+    count, columns = rows.shape
+    size = min(count, _ROWS)
+    batches = jnp.pad(rows, ((0, -count % size), (0, 0))).reshape(-1, size, columns)
+
+    def by(implementation):
+        multiply = functools.partial(ops.project_many, precision=precision, implementation=implementation)
+        return lambda matrices, batches: lax.map(lambda rows: multiply(matrices, rows), batches)
+
+    products = by("xla") if implementation == "xla" else with_rules(by(implementation), by("xla"), implementation)
+    found = products(tuple(matrices), batches)
+    return [y.reshape(-1, y.shape[-1])[:count].reshape(*xs.shape[:2], -1) for y in found]
+
+
+def _convolve(
+    history: Float32[Array, "B P C"],
+    xc: Float32[Array, "T B C"],
+    weight: Float32[Array, "C W"],
+    lengths: Int32[Array, "B"] | None,
+    segment_ids: Int32[Array, "T B"] | None,
+) -> tuple[Float32[Array, "T B C"], Float32[Array, "B P C"]]:
+    """`conv_step` for all tokens: frames of an earlier document count as zero, also in the history that is left."""
+    tokens, batch, _ = xc.shape
+    past = history.shape[1]
+    frames = jnp.concatenate([jnp.swapaxes(history, 0, 1), xc])
+    first = first_tokens(segment_ids, valid_tokens(lengths, tokens, batch))
+
+    def seen(first, index):
+        """Whether the frame of token `index` (negative: of the history) belongs to a document that began at `first`."""
+        return ((first < 0) | (index >= first))[..., None]
+
+    index = jnp.arange(tokens, dtype=jnp.int32)[:, None]
+    taps = [
+        jnp.where(seen(first, index + (j - past)), frames[j : j + tokens], 0.0) * weight[None, None, :, j]
+        for j in range(past + 1)
+    ]
+    xcv = jax.nn.silu(functools.reduce(operator.add, taps))
+
+    lengths = jnp.full((batch,), tokens, jnp.int32) if lengths is None else jnp.clip(lengths, 0, tokens)
+    kept = jnp.arange(past, dtype=jnp.int32)[:, None] + lengths[None]
+    newest = jnp.take_along_axis(frames, kept[..., None], axis=0)
+    return xcv, jnp.swapaxes(jnp.where(seen(first[-1:], kept - past), newest, 0.0), 0, 1)
+
+
+def _check_lengths(lengths: Any, tokens: int, batch: int) -> Any:
+    """`lengths` as int32 [B]; refused outside 0 … T where their values are known, and taken as the nearer end else."""
+    checked = _check_integers("lengths", lengths, "B", (batch,))
+    if checked is not None and not isinstance(checked, Tracer):
+        values = np.asarray(checked)
+        if np.any((values < 0) | (values > tokens)):
+            raise ValueError(f"lengths must lie in 0 … {tokens} (the tokens of x), got {values.tolist()}")
+    return checked
+
+
+def _check_integers(name: str, value: Any, axes: str, shape: tuple[int, ...]) -> Any:
+    """`value` as int32 of `shape`, or None."""
+    if value is None:
+        return None
+    if not isinstance(value, jax.Array):
+        value = np.asarray(value)
+    if not np.issubdtype(value.dtype, np.integer):
+        raise TypeError(f"{name} must be integers [{axes}], got {value.dtype}; cast them with {name}.astype('int32')")
+    if value.shape != shape:
+        raise ValueError(f"{name} must be [{axes}] = {list(shape)}, got shape {list(value.shape)}")
+    if isinstance(value, np.ndarray):
+        narrow = value.astype(np.int32)
+        if np.any(narrow != value):
+            raise ValueError(f"{name} must fit int32, got values from {value.min()} to {value.max()}")
+        value = narrow
+    return jnp.asarray(value, jnp.int32)

@@ -1,0 +1,5 @@
+"""Full attention for one token: the cache written in place, and attention over what it holds."""
+
+from pallas_kernels.attend.host import Attended, Cut, Placed, attend, place, supported
+
+__all__ = ["Attended", "Cut", "Placed", "attend", "place", "supported"]
