@@ -230,7 +230,7 @@ def _show_conversion(done: Any, destination: Path) -> None:
         title = f"what quantising by {done.quantiser} cost{kinds}"
         print(report.as_text(report.Section("quantisation", title, ("tensor", *columns), rows, None)), end="\n\n")
     if done.not_q4:
-        print(f"gdn convert: kept as stored: {', '.join(_worst(dict.fromkeys(done.not_q4, {})))}")
+        print(f"gdn convert: kept as stored: {', '.join(_worst({name: {} for name in done.not_q4}))}")
     print(
         f"gdn convert: {done.tensors} tensors ({done.resumed} of an earlier run), {done.source_nbytes:,} bytes to "
         f"{done.nbytes:,} in {done.seconds:.1f} s ({done.source_nbytes / done.seconds / 1e6:,.0f} MB/s): {destination}"

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 
 import jax
 import numpy as np
@@ -236,7 +237,12 @@ def test_nothing_at_a_path_is_a_checkpoint_error(tmp_path):
 
 @pytest.mark.gpu
 def test_a_card_holds_what_the_budget_says():
-    """A model of about 1 GB: bytes in use after it and a state were made, within 3 %."""
+    """A model of about 1 GB: bytes in use after it and a state were made, within 3 %.
+
+    In regions that grow as needed JAX's allocator rounds large arrays up, and counts what it rounds.
+    """
+    if os.environ.get("XLA_PYTHON_CLIENT_PREALLOCATE", "true").lower() in ("0", "false"):
+        pytest.skip("the allocator counts more than it was asked for unless it preallocates")
     device, cfg = jax.devices()[0], DECODERS["qwen3.5-2b"]
     load = memory.Load(cfg=cfg, tier="q4", batch=2, context=2048)
     before = device.memory_stats()["bytes_in_use"]

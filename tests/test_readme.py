@@ -48,11 +48,14 @@ def test_figures_are_those_of_the_recorded_runs():
     for figures, file, line in rows:
         record = json.loads((results / file).read_text().splitlines()[int(line) - 1])
         assert not record["commit"].endswith("-dirty")
-        if "µs" in figures and record.get("us"):
-            assert record["passed"] is True
-            assert figures.startswith(f"{record['us']:.1f} µs")
-            for share in re.findall(r"(\d+) %", figures):
-                assert int(share) == round(100 * record["fraction"])
-        else:
+        if "us" not in record:
             assert record["status"] == 0
             assert record["report"]["passed"] is True
+            continue
+        assert record["passed"] is True
+        stated = re.findall(r"(\d+\.\d+) (µs|ms|tok/s)", figures)
+        assert stated
+        for figure, unit in stated:
+            assert figure == f"{record['us']:.1f}" if unit == "µs" else f"{figure} {unit}" in record["note"]
+        for share in re.findall(r"(\d+) %", figures):
+            assert int(share) == round(100 * record["fraction"])

@@ -36,8 +36,8 @@ def decode_step(
     """Carry every sequence one token forward: tokens int32 [B] -> logits float32 [B, vocab] and the next state.
 
     Rows are independent, each at a position of its own. `active` bool [B]: a False row gets logits 0, and its state
-    stays untouched, bit for bit, its position included. `precision` and `implementation` as for `gdn_jax.step`; scores
-    and sums of full attention are XLA's under every name.
+    stays untouched, bit for bit, its position included. `precision` and `implementation` as for `gdn_jax.step`; full
+    attention is XLA's where its kernels do not take it, under every name.
 
     What can only be seen on the device cannot be raised there. A row whose state is full (its position has reached the
     capacity), or whose token lies outside the vocabulary while it is traced, is refused by itself: its logits are NaN,
