@@ -3,7 +3,8 @@
     python -m experiments.convert_speed RESULTS.jsonl
 
 Run it with OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1, and with taskset -c 0 for the figure of one core. Quantising alone
-is timed as well, on one projection of the model.
+is timed as well, on one projection of the model. `load_average` above the number of cores means that others were at
+work: then only the figure per CPU second says something.
 """
 
 import datetime
@@ -65,6 +66,7 @@ def main(results: str) -> None:
                 "commit": commit(),
                 "quantiser": quantiser,
                 "cores": len(os.sched_getaffinity(0)),
+                "load_average": round(os.getloadavg()[0], 1),
                 "format": "orbax",
                 "source_mb": round(nbytes / 1e6),
                 "mb_per_s": round(nbytes / 1e6 / (time.perf_counter() - wall), 1),

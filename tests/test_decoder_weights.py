@@ -382,12 +382,13 @@ def test_a_converted_mixture_of_experts_is_loaded_in_4_bits_without_quantising(t
     done = convert(source, tmp_path / "a", tier="q4")
     assert done.not_q4 == ()
     assert set(done.quantisation) == {name for name in tensors if is_linear(name)}
+    want = decoders.small("q4")
     monkeypatch.delattr(decoder_weights, "quantize_words")
     cfg, weights = load_decoder(tmp_path / "a", tier="q4")
     assert cfg == SMALL
-    chex.assert_trees_all_equal(weights, decoders.small("q4"))
+    chex.assert_trees_all_equal(weights, want)
     _, wide = load_decoder(tmp_path / "a", tier="f32")
-    chex.assert_trees_all_equal(wide.moe.experts.up, dequantize(decoders.small("q4").moe.experts.up))
+    chex.assert_trees_all_equal(wide.moe.experts.up, dequantize(want.moe.experts.up))
 
 
 def test_the_linear_layers_are_the_matrices_of_the_weights():

@@ -76,7 +76,7 @@ def _fla(torch: Any, case: dict[str, Any]) -> dict[str, Any]:
 
     def launch(layer: int) -> Any:
         with torch.no_grad():
-            return rule(q, k, v, g, beta, scale=1.0, initial_state=states[layer], output_final_state=True)
+            return rule(q, k, v, g=g, beta=beta, scale=1.0, initial_state=states[layer], output_final_state=True)
 
     o, after = launch(layers - 1)
     rows = sorted({0, batch - 1})
