@@ -27,6 +27,7 @@ CHUNK = 64
 """Tokens per chunk, unless told otherwise."""
 
 _WRITES = 8
+"""Tokens whose writes to S are summed by one matrix product."""
 
 # Float32 products on every device: the default would be TF32 on a GPU.
 _EXACT = {"precision": lax.Precision.HIGHEST, "preferred_element_type": jnp.float32}
@@ -71,9 +72,9 @@ def delta_chunk(
 
     In row b the tokens from `lengths[b]` on are padding: o is 0 there, S is that of the last token before, and a row
     without tokens keeps S bit for bit. Where `segment_ids` changes from one token to the next, a document begins: S
-    is zeroed. The first document continues the given S. g may be -inf, which is a full reset; it must not be positive. Keys are
-    taken to have a length of at most 1, and beta to lie in 0 … 1: beyond, S may grow without bound, and what overflows is not
-    kept apart from other documents.
+    is zeroed. The first document continues the given S. g may be -inf, which is a full reset; it must not be positive.
+    Keys have a length of at most 1 and beta lies in 0 … 1, as a layer makes them: S is then bounded. (Beyond, it may
+    overflow inside a chunk, which other documents in the same chunk would meet.)
 
     NaN and infinities stay where the serial form keeps them: in their row, and from their token to the end of their
     document; within these in one value column, if they come in v or S. What they reach is NaN, and carries no gradient.
@@ -180,7 +181,7 @@ def _over_chunks(
 
 
 def _sum_of_writes(k: Float32[Array, "B G c K"], u: Float32[Array, "B G R c V"]) -> Float32[Array, "B G R K V"]:
-    """sum_j k_j u_jᵀ, in partial sums of 8 consecutive tokens.
+    """sum_j k_j u_jᵀ, in partial sums of `_WRITES` consecutive tokens.
 
     Where keys are alike, each write takes back most of the one before. Sums in the order of the tokens, as in the
     serial form, then stay small; a matrix product adds in an order of its own, in which they grow and are rounded more.
@@ -207,15 +208,16 @@ def _unit_lower_inverse(a: Float32[Array, "... c c"]) -> Float32[Array, "... c c
     the error is that of forward substitution. Powers of `a`, the shorter way, would pass through binomial coefficients
     and cancel where keys are alike.
     """
-    index = jnp.arange(a.shape[-1], dtype=jnp.int32)
-    inverse = jnp.broadcast_to(jnp.eye(a.shape[-1], dtype=jnp.float32), a.shape)
-    width = 1
-    while width < a.shape[-1]:
+    c = a.shape[-1]
+    index = jnp.arange(c, dtype=jnp.int32)
+
+    def double(inverse, width):
         row, column = index[:, None] // width, index[None] // width
         below = jnp.where(_leading((row == column + 1) & (row % 2 == 1), a), a, 0.0)
-        inverse = inverse - _matmul(inverse, _matmul(below, inverse))
-        width *= 2
-    return inverse
+        return inverse - _matmul(inverse, _matmul(below, inverse)), None
+
+    widths = 2 ** jnp.arange((c - 1).bit_length(), dtype=jnp.int32)
+    return lax.scan(double, jnp.broadcast_to(jnp.eye(c, dtype=jnp.float32), a.shape), widths)[0]
 
 
 def _reach_of_non_finite(

@@ -26,8 +26,8 @@ from gdn_jax.weights import GdnWeights
 
 __all__ = ["prefill"]
 
-_ROWS = 32
-"""Tokens per product: partial sums of a float32 product take 10 MB a row in the 27B geometry."""
+_ROWS = 8
+"""Tokens per product: what the kernels take in one launch, and 80 MB of partial sums for 27B in float32."""
 
 
 @typing.no_type_check

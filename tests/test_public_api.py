@@ -18,6 +18,7 @@ NAMES = {
     *("load_stack", "merge", "reset", "restore", "scan", "select", "snapshot", "state_nbytes", "step", "tap_shapes"),
     *("trace", "DECODERS", "Conversation", "Decoder", "DecoderConfig", "DecoderState", "DecoderWeights"),
     *("GenerateResult", "SamplingParams", "decode_step", "init_decoder_state", "load_decoder", "prefill_tokens"),
+    "prefill",
 }
 TABLES = {"GEOMETRIES", "DECODERS"}
 LAYER_FUNCTIONS = (gdn.step, gdn.scan, gdn.trace)
