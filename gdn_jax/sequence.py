@@ -53,7 +53,7 @@ def prefill(
     included. ys is 0 there and the state is that after the last token; a row of length 0 keeps its state bit for bit.
     `segment_ids` int [T, B]: packed documents. Where the id changes from one token to the next, S and the convolution's
     history start at zero, and nothing of one document reaches another. The first document continues the given state.
-    T = 0 returns the state.
+    (Padding on the left is a first document, with an id of its own.) T = 0 returns the state.
 
     NaN and infinities in xs reach what they reach in `scan`: their row, from their token to the end of its document.
 
