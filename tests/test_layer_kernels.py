@@ -35,6 +35,8 @@ every_q4_case = pytest.mark.parametrize("case", Q4_CASES, ids=str)
 
 
 HALF_ULP = 2.0**-24
+SLACK = 2
+"""What another order of the same sums may add to the error of plain XLA, as for every kernel."""
 
 
 @functools.cache
@@ -65,9 +67,9 @@ def run(case, w, **options):
 @on_kernels
 def test_a_float32_layer_on_the_kernels_agrees_with_float64(case, name):
     scanned, traced = run(case, cases.weights(case.cfg), implementation=name)
-    check_outputs_and_state(case, scanned)
-    check_outputs_and_state(case, traced)
-    check_taps(case, traced)
+    check_outputs_and_state(case, scanned, SLACK)
+    check_outputs_and_state(case, traced, SLACK)
+    check_taps(case, traced, SLACK)
     assert_same_bits(scanned[:2], traced[:2])
 
 
@@ -95,10 +97,10 @@ def check_against_float64(case, name):
     for tap, expected in want.taps.items():
         # Over the whole run: one token of two heads may cancel, and then says nothing but how it was added up.
         ours, theirs = (error(taps[tap], expected) for taps in (traced.taps, plain.taps))
-        assert ours <= 2 * theirs + HALF_ULP, tap
+        assert ours <= SLACK * theirs + HALF_ULP, tap
     for field, expected in (("S", want.S), ("conv_hist", want.conv_hist)):
         ours, theirs = (error(getattr(one.state, field)[case.slot], expected) for one in (traced, plain))
-        assert ours <= 2 * theirs + HALF_ULP, field
+        assert ours <= SLACK * theirs + HALF_ULP, field
 
 
 @pytest.mark.gpu

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as st_numpy
 
@@ -126,6 +126,9 @@ def test_q4_0_equals_the_reference_encoder(kind):
 @settings(deadline=None, max_examples=60)
 @given(st.one_of(small_groups, similar_groups))
 def test_q4_0_equals_the_reference_encoder_for_any_weights(w):
+    # Where the inverse of a step overflows the reference encodes what it computes from infinity; see the test below.
+    steps = np.abs(w.reshape(-1, 32)).max(axis=1) / 8
+    assume(np.all((steps == 0) | (steps > np.float32(2.0**-127))))
     assert_equals_reference_encoder(w)
 
 
