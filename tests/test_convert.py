@@ -514,8 +514,8 @@ def test_a_disk_that_refuses_to_write_is_an_error_and_nothing_is_left(tmp_path, 
     command = [sys.executable, "-c", limit + PROGRAM, "convert", str(source), str(tmp_path / name)]
     ran = subprocess.run(command, capture_output=True, text=True, check=False)
     assert (ran.returncode, ran.stdout, entries(tmp_path)) == (2, "", [])
-    # Orbax may have a word of its own before it or, when its event loop is torn down, after it.
-    assert any(line.startswith("gdn convert: ") for line in ran.stderr.splitlines())
+    # Orbax's threads write to the same stream: before it, after it, and in the middle of a line.
+    assert "gdn convert: " in ran.stderr
 
 
 # --- verification
