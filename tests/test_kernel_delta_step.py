@@ -14,6 +14,7 @@ from gdn_jax.evidence import metrics, oracle
 from gdn_jax.limbs import group_digits, split_limbs
 from gdn_jax.norms import QK_EPS
 from pallas_kernels.delta_step import Tiles, delta_layer_step, delta_step, supported, tuning
+from pallas_kernels.operands import next_power_of_two
 from tests.support.cases import assert_same_bits, error
 from tests.support.deviceless import compile_for_h200
 from tests.support.tolerances import CASE_TAP, DELTA_STEP
@@ -458,7 +459,7 @@ def test_the_rule_keeps_a_lane_within_its_registers(kernel):
     for key_dim in range(1, 257):
         for value_dim in range(1, 257):
             block_v, warps = tuning.choose_tiles(kernel, "no such device", key_dim, value_dim, 48)
-            keys = tuning.next_power_of_two(key_dim)
+            keys = next_power_of_two(key_dim)
             assert key_dim <= keys < 2 * key_dim
             assert block_v & (block_v - 1) == 0
             assert 1 <= block_v < 2 * value_dim

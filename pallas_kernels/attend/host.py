@@ -13,12 +13,12 @@ from pallas_kernels.attend.kernel import (
     Partial,
     Placed,
     combine_kernel,
-    next_power_of_two,
     partial_kernel,
     place_kernel,
 )
 from pallas_kernels.device import gpu_objection
 from pallas_kernels.limbs.host import GROUP, Split
+from pallas_kernels.operands import ANYWHERE, check_operand, next_power_of_two
 
 __all__ = ["Attended", "Cut", "Placed", "attend", "place", "supported"]
 
@@ -113,14 +113,14 @@ def place(
         NotImplementedError: what `supported` says beforehand, or another dtype.
     """
     batch, heads, kv_heads, head_dim = _check_cache(keys, values, q, 0, interpret)
-    _check("k", k, (batch, kv_heads, head_dim))
-    _check("v", v, (batch, kv_heads, head_dim))
-    _check("q_norm", q_norm, (*q_norm.shape[:1], head_dim))
-    _check("k_norm", k_norm, q_norm.shape)
-    _check("weight_layer", weight_layer, (1,), (jnp.int32,))
+    check_operand("k", k, (batch, kv_heads, head_dim))
+    check_operand("v", v, (batch, kv_heads, head_dim))
+    check_operand("q_norm", q_norm, (*q_norm.shape[:1], head_dim))
+    check_operand("k_norm", k_norm, q_norm.shape)
+    check_operand("weight_layer", weight_layer, (1,), jnp.int32)
     _check_places(layer, position, batch)
-    _check("writes", writes, (batch,), (jnp.bool_, jnp.int32))
-    _check("frequencies", frequencies, frequencies.shape[:1])
+    check_operand("writes", writes, (batch,), jnp.bool_, jnp.int32)
+    check_operand("frequencies", frequencies, frequencies.shape[:1])
     if not 1 <= frequencies.size <= head_dim // 2:
         raise ValueError(f"there must be 1 to Hd/2 = {head_dim // 2} frequencies, got {frequencies.size}")
 
@@ -186,7 +186,7 @@ def attend(
         NotImplementedError: what `supported` says beforehand, or another dtype.
     """
     batch, heads, kv_heads, head_dim = _check_cache(keys, values, gate_source, limbs if split else 0, interpret)
-    _check("q", q, (batch, heads, head_dim))
+    check_operand("q", q, (batch, heads, head_dim))
     _check_places(layer, position, batch)
     slots, most, warps = _check_cut(_cut(head_dim) if cut is None else cut)
     layers, _, capacity = keys.shape[:3]
@@ -249,12 +249,11 @@ def attend(
 
 def _launch(name, body, grid, operands, out_shape, *, warps, interpret, **options):
     """One kernel over whole arrays."""
-    anywhere = pl.BlockSpec(memory_space=pl.ANY)
     return pl.pallas_call(
         body,
         grid=grid,
-        in_specs=[anywhere] * len(operands),
-        out_specs=(anywhere,) * len(out_shape),
+        in_specs=[ANYWHERE] * len(operands),
+        out_specs=(ANYWHERE,) * len(out_shape),
         out_shape=tuple(out_shape),
         compiler_params=plt.CompilerParams(num_warps=warps, num_stages=1),
         interpret=interpret,
@@ -274,14 +273,14 @@ def _check_cache(keys, values, projected, limbs, interpret):
             f"query heads must be a multiple of key-value heads N = {kv_heads}, got a projection [B, Nq, 2·Hd] of "
             f"shape {list(projected.shape)}"
         )
-    _check("the projection of queries and gates", projected, (batch, heads, 2 * head_dim))
-    _check("values", values, keys.shape, (keys.dtype,))
+    check_operand("the projection of queries and gates", projected, (batch, heads, 2 * head_dim))
+    check_operand("values", values, keys.shape, keys.dtype)
     return batch, heads, kv_heads, head_dim
 
 
 def _check_places(layer, position, batch):
-    _check("layer", layer, (1,), (jnp.int32,))
-    _check("position", position, (batch,), (jnp.int32,))
+    check_operand("layer", layer, (1,), jnp.int32)
+    check_operand("position", position, (batch,), jnp.int32)
 
 
 def _cut(head_dim: int) -> Cut:
@@ -294,11 +293,3 @@ def _check_cut(cut):
         if not 1 <= value <= most or value & (value - 1):
             raise ValueError(f"cut.{name} must be a power of two of at most {most}, got {value}")
     return cut
-
-
-def _check(name, array, shape, dtypes=(jnp.float32,)):
-    if array.shape != shape:
-        raise ValueError(f"{name} must have shape {list(shape)} to fit the other arguments, got {list(array.shape)}")
-    if array.dtype not in dtypes:
-        names = " or ".join(jnp.dtype(dtype).name for dtype in dtypes)
-        raise NotImplementedError(f"{name} must be {names}, got {array.dtype}; use the XLA implementation")

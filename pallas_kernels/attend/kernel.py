@@ -12,13 +12,13 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
 from pallas_kernels.limbs.host import GROUP, Split
+from pallas_kernels.operands import next_power_of_two
 
 __all__ = [
     "Attended",
     "Partial",
     "Placed",
     "combine_kernel",
-    "next_power_of_two",
     "partial_kernel",
     "place_kernel",
 ]
@@ -233,8 +233,3 @@ def _share(last, slots, splits, split):
 def _finite(largest):
     """A largest score to subtract: 0 in place of -inf, which is what no score, or none but -inf, would leave."""
     return jnp.where(largest == -jnp.inf, jnp.float32(0), largest)
-
-
-def next_power_of_two(n: int) -> int:
-    """The least power of two that is at least n >= 1."""
-    return 1 << (n - 1).bit_length()

@@ -8,6 +8,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
 from pallas_kernels.bandwidth.kernel import copy_kernel, read_kernel
+from pallas_kernels.operands import ANYWHERE
 
 __all__ = ["copy", "read"]
 
@@ -94,11 +95,10 @@ def copy(
 
 
 def _call(inputs, programs, warps, interpret):
-    anywhere = pl.BlockSpec(memory_space=pl.ANY)
     return {
         "grid": (programs,),
-        "in_specs": [anywhere] * inputs,
-        "out_specs": anywhere,
+        "in_specs": [ANYWHERE] * inputs,
+        "out_specs": ANYWHERE,
         "compiler_params": plt.CompilerParams(num_warps=warps, num_stages=1),
         "interpret": interpret,
     }

@@ -9,9 +9,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
 from pallas_kernels.delta_step.kernel import LayerStep, delta_layer_step_kernel, delta_step_kernel
-from pallas_kernels.delta_step.tuning import Tiles, choose_tiles, next_power_of_two
+from pallas_kernels.delta_step.tuning import Tiles, choose_tiles
 from pallas_kernels.device import device_kind, gpu_objection
 from pallas_kernels.limbs.host import GROUP, Split
+from pallas_kernels.operands import check_operand, next_power_of_two
 
 __all__ = ["LayerStep", "delta_layer_step", "delta_step", "supported"]
 
@@ -82,10 +83,10 @@ def delta_step(
     """
     batch, heads, key_dim, value_dim = _check_state(state, interpret)
     key_heads = q.shape[1] if q.ndim == 3 else 0
-    _check("layer", layer, (1,), (jnp.int32,))
-    _check("k", k, (batch, _check_key_heads(heads, key_heads, f"q of shape {list(q.shape)}"), key_dim))
-    _check("q", q, k.shape)
-    _check("v", v, (batch, heads, value_dim))
+    check_operand("layer", layer, (1,), jnp.int32)
+    check_operand("k", k, (batch, _check_key_heads(heads, key_heads, f"q of shape {list(q.shape)}"), key_dim))
+    check_operand("q", q, k.shape)
+    check_operand("v", v, (batch, heads, value_dim))
     _check_gates(beta, g, active, batch, heads)
     keys, block_v, warps = _tiles("delta_step", state, tiles)
 
@@ -168,16 +169,16 @@ def delta_layer_step(
         The next state and the output: see `LayerStep`.
     """
     batch, heads, key_dim, value_dim = _check_state(state, interpret)
-    _check("layer", layer, (1,), (jnp.int32,))
+    check_operand("layer", layer, (1,), jnp.int32)
     _check_key_heads(heads, key_heads, f"{key_heads=}")
     channels = 2 * key_heads * key_dim + heads * value_dim
-    _check("xcv", xcv, (batch, channels))
-    _check("z", z, (batch, heads, value_dim))
+    check_operand("xcv", xcv, (batch, channels))
+    check_operand("z", z, (batch, heads, value_dim))
     if weight_layer is None:
-        _check("norm_weight", norm_weight, (value_dim,))
+        check_operand("norm_weight", norm_weight, (value_dim,))
         norm_weight, weight_layer = norm_weight[None], jnp.zeros((1,), jnp.int32)
-    _check("norm_weight", norm_weight, (*norm_weight.shape[:1], value_dim))
-    _check("weight_layer", weight_layer, (1,), (jnp.int32,))
+    check_operand("norm_weight", norm_weight, (*norm_weight.shape[:1], value_dim))
+    check_operand("weight_layer", weight_layer, (1,), jnp.int32)
     _check_gates(beta, g, active, batch, heads)
     keys, block_v, warps = _tiles("delta_layer_step", state, tiles)
     if split is not None:
@@ -275,18 +276,10 @@ def _check_key_heads(heads, key_heads, source):
 
 
 def _check_gates(beta, g, active, batch, heads):
-    _check("beta", beta, (batch, heads))
-    _check("g", g, (batch, heads))
+    check_operand("beta", beta, (batch, heads))
+    check_operand("g", g, (batch, heads))
     if active is not None:
-        _check("active", active, (batch,), (jnp.bool_, jnp.int32))
-
-
-def _check(name, array, shape, dtypes=(jnp.float32,)):
-    if array.shape != shape:
-        raise ValueError(f"{name} must have shape {list(shape)} to fit the other arguments, got {list(array.shape)}")
-    if array.dtype not in dtypes:
-        names = " or ".join(jnp.dtype(dtype).name for dtype in dtypes)
-        raise NotImplementedError(f"{name} must be {names}, got {array.dtype}; use the XLA implementation")
+        check_operand("active", active, (batch,), jnp.bool_, jnp.int32)
 
 
 def _tiles(kernel, state, tiles):

@@ -2,7 +2,9 @@
 
 from typing import NamedTuple
 
-__all__ = ["MEASURED", "Measured", "Tiles", "choose_tiles", "next_power_of_two"]
+from pallas_kernels.operands import next_power_of_two
+
+__all__ = ["MEASURED", "Measured", "Tiles", "choose_tiles"]
 
 
 class Tiles(NamedTuple):
@@ -59,8 +61,3 @@ def choose_tiles(kernel: str, device_kind: str, key_dim: int, value_dim: int, he
     block_v = min(columns, most)
     warps = keys * block_v // (32 * _FLOATS_PER_LANE)
     return Tiles(block_v, min(max(warps, 1), _MAX_WARPS))
-
-
-def next_power_of_two(n: int) -> int:
-    """The least power of two that is at least n >= 1."""
-    return 1 << (n - 1).bit_length()

@@ -9,6 +9,8 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
+from pallas_kernels.operands import ANYWHERE, next_power_of_two
+
 __all__ = ["GROUP", "Normed", "Split", "norm_rows", "split_rows"]
 
 GROUP = 32
@@ -124,7 +126,7 @@ def norm_rows(
             f"the norm takes rows of a multiple of {GROUP} columns, at most {MAX_NORM_COLUMNS}, got D = {columns}"
         )
     groups = columns // GROUP
-    padded = 1 << (groups - 1).bit_length()
+    padded = next_power_of_two(groups)
 
     def body(x_ref, y_ref, weight_ref, layer_ref, total_ref, h_ref, digits_ref, scales_ref):
         row = pl.program_id(0)
@@ -145,13 +147,12 @@ def norm_rows(
         plt.store(scales_ref.at[row, group], scales, mask=group < groups)
 
     row_of_floats = jax.ShapeDtypeStruct((batch, columns), jnp.float32)
-    anywhere = pl.BlockSpec(memory_space=pl.ANY)
     return Normed(
         *pl.pallas_call(
             body,
             grid=(batch,),
-            in_specs=[anywhere] * 4,
-            out_specs=(anywhere,) * 4,
+            in_specs=[ANYWHERE] * 4,
+            out_specs=(ANYWHERE,) * 4,
             out_shape=(
                 row_of_floats,
                 row_of_floats,

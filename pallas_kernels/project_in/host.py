@@ -10,6 +10,7 @@ from jax.experimental.pallas import triton as plt
 
 from pallas_kernels import q4_gemv
 from pallas_kernels.device import device_kind
+from pallas_kernels.operands import ANYWHERE, check_operand
 from pallas_kernels.project_in.kernel import Gates, InputWeights, LayerInput, project_in_body
 from pallas_kernels.q4_gemv.host import digit_words, grouped_codes
 
@@ -61,22 +62,22 @@ def project_in(
     limbs, batch, columns = digits.shape
     layers, channels, width = w.conv.shape
     heads, values = w.b.shape[1], w.z[0].shape[1]
-    _check("conv", w.conv, (layers, channels, width))
+    check_operand("conv", w.conv, (layers, channels, width))
     for name, array in (("b", w.b), ("a", w.a)):
-        _check(name, array, (layers, heads, columns))
+        check_operand(name, array, (layers, heads, columns))
     for name, array in (("dt_bias", w.dt_bias), ("A_log", w.A_log)):
-        _check(name, array, (layers, heads))
+        check_operand(name, array, (layers, heads))
     for name, rows, (codes, scales) in (("qkv", channels, w.qkv), ("z", values, w.z)):
-        _check(f"codes of {name}", codes, (layers, rows, columns // 8), jnp.uint32)
-        _check(f"scales of {name}", scales, (layers, rows, columns // q4_gemv.GROUP), jnp.float16)
-    _check("history", history, (history.shape[0], batch, width - 1, channels))
-    _check("x", x, (batch, columns))
-    _check("digits", digits, (limbs, batch, columns), jnp.int8)
-    _check("x_scales", x_scales, (batch, columns // q4_gemv.GROUP))
-    _check("layer", layer, (1,), jnp.int32)
-    _check("weight_layer", weight_layer, (1,), jnp.int32)
+        check_operand(f"codes of {name}", codes, (layers, rows, columns // 8), jnp.uint32)
+        check_operand(f"scales of {name}", scales, (layers, rows, columns // q4_gemv.GROUP), jnp.float16)
+    check_operand("history", history, (history.shape[0], batch, width - 1, channels))
+    check_operand("x", x, (batch, columns))
+    check_operand("digits", digits, (limbs, batch, columns), jnp.int8)
+    check_operand("x_scales", x_scales, (batch, columns // q4_gemv.GROUP))
+    check_operand("layer", layer, (1,), jnp.int32)
+    check_operand("weight_layer", weight_layer, (1,), jnp.int32)
     if active is not None:
-        _check("active", active, (batch,), jnp.bool_, jnp.int32)
+        check_operand("active", active, (batch,), jnp.bool_, jnp.int32)
     if reason := supported(layers, channels, values, columns, batch, limbs, interpret=interpret):
         raise NotImplementedError(f"project_in: {reason}")
     cut = q4_gemv.choose_tile(device_kind(), channels + values, columns, batch, limbs).tile if tile is None else tile
@@ -104,8 +105,8 @@ def project_in(
         body,
         out_shape=tuple(flat_out),
         grid=(2 * heads + pl.cdiv(channels, cut.rows) + pl.cdiv(values, cut.rows),),
-        in_specs=[_ANYWHERE] * len(flat_operands),
-        out_specs=(_ANYWHERE,) * len(flat_out),
+        in_specs=[ANYWHERE] * len(flat_operands),
+        out_specs=(ANYWHERE,) * len(flat_out),
         input_output_aliases=aliases,
         compiler_params=plt.CompilerParams(num_warps=cut.warps, num_stages=1),
         interpret=interpret,
@@ -121,15 +122,3 @@ def supported(
     """None where `project_in` takes such a layer, else why not."""
     shapes = [(layers, channels, columns), (layers, values, columns)]
     return q4_gemv.supported(shapes, batch, limbs, interpret=interpret)
-
-
-_ANYWHERE = pl.BlockSpec(memory_space=pl.ANY)
-
-
-def _check(name, array, shape, *dtypes):
-    """Raise unless the array has that shape and one of those dtypes, float32 if none is given."""
-    if array.shape != shape:
-        raise ValueError(f"{name} must have shape {list(shape)} to fit the others, got {list(array.shape)}")
-    names = [jnp.dtype(dtype).name for dtype in dtypes or (jnp.float32,)]
-    if array.dtype.name not in names:
-        raise NotImplementedError(f"{name} must be {' or '.join(names)}, got {array.dtype}; use XLA")

@@ -11,6 +11,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
+from pallas_kernels.operands import next_power_of_two
 from pallas_kernels.q4_gemv.kernel import row_products
 from pallas_kernels.q4_gemv.tuning import Tile
 
@@ -138,7 +139,7 @@ def project_in_body(
 def _dense_row(w_ref, layer, row, x_ref):
     """sum_j w[layer, row, j] · x[b, j] for each b, [1], in float32: partial sums per column of a step, then a tree."""
     batch, columns = x_ref.shape
-    size = min(_COLUMNS, 1 << (columns - 1).bit_length())
+    size = min(_COLUMNS, next_power_of_two(columns))
 
     def step(i, totals):
         column = i * size + jnp.arange(size, dtype=jnp.int32)

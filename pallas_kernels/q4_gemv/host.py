@@ -11,6 +11,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
 from pallas_kernels.device import device_kind, gpu_objection, tensor_core_objection
+from pallas_kernels.operands import ANYWHERE
 from pallas_kernels.q4_gemv.kernel import gemv_body
 from pallas_kernels.q4_gemv.mosaic import launch_mosaic, mosaic_unsupported
 from pallas_kernels.q4_gemv.tuning import MosaicTile, Tile, choose_mosaic_tile, choose_tile
@@ -190,13 +191,12 @@ def _launch(matrices, digits, x_scales, layer, *, tile: Tile, interpret: bool):
     batch = digits.shape[1]
     operands = [array for matrix in matrices for array in grouped_codes(matrix)]
     rows = [codes.shape[1] for codes, _ in matrices]
-    anywhere = pl.BlockSpec(memory_space=pl.ANY)
     return pl.pallas_call(
         functools.partial(gemv_body, tile=tile, interpret=interpret),
         out_shape=tuple(jax.ShapeDtypeStruct((batch, n), jnp.float32) for n in rows),
         grid=(sum(pl.cdiv(n, tile.rows) for n in rows),),
-        in_specs=[anywhere] * (3 + len(operands)),
-        out_specs=(anywhere,) * len(rows),
+        in_specs=[ANYWHERE] * (3 + len(operands)),
+        out_specs=(ANYWHERE,) * len(rows),
         compiler_params=plt.CompilerParams(num_warps=tile.warps, num_stages=1),
         interpret=interpret,
         name="q4_gemv",

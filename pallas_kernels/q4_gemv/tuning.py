@@ -2,6 +2,8 @@
 
 from typing import Any, NamedTuple
 
+from pallas_kernels.operands import next_power_of_two
+
 __all__ = ["MOSAIC_TABLE", "TABLE", "MosaicTile", "Tile", "TileChoice", "TileKey", "choose_mosaic_tile", "choose_tile"]
 
 LANES = 32
@@ -95,13 +97,13 @@ rule's: these rows say where that was measured."""
 
 def choose_tile(device_kind: str, rows: int, columns: int, batch: int, limbs: int) -> TileChoice:
     """The tile for [rows, columns] matrices: the measured one of the same device and buckets, or the default."""
-    key = TileKey(device_kind, _bucket(rows), _bucket(columns), batch, limbs)
+    key = TileKey(device_kind, next_power_of_two(rows), next_power_of_two(columns), batch, limbs)
     return TABLE.get(key) or TileChoice(_default_tile(rows, columns, batch), "default rule, not measured")
 
 
 def choose_mosaic_tile(device_kind: str, rows: int, columns: int, batch: int, limbs: int) -> TileChoice:
     """As `choose_tile`, for the tensor core form."""
-    key = TileKey(device_kind, _bucket(rows), _bucket(columns), batch, limbs)
+    key = TileKey(device_kind, next_power_of_two(rows), next_power_of_two(columns), batch, limbs)
     default = MosaicTile(rows=32, stages=4 if batch <= 2 else 2)
     return MOSAIC_TABLE.get(key) or TileChoice(default, "default rule, not measured")
 
@@ -118,8 +120,3 @@ def _default_tile(rows: int, columns: int, batch: int) -> Tile:
     while warps < 4 and rows * warps < _PROGRAMS and LANES * warps * 32 < columns:
         warps *= 2
     return Tile(rows=tile_rows, groups=LANES * warps, warps=warps)
-
-
-def _bucket(size: int) -> int:
-    """The least power of two that is not below `size`."""
-    return 1 << (size - 1).bit_length()
