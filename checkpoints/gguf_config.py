@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from checkpoints.errors import CheckpointError
-from checkpoints.hf_config import gdn_dims, gdn_layers
+from checkpoints.hf_config import gdn_dims, gdn_layers, rope_settings
 from checkpoints.settings import Settings
 
 __all__ = ["ARCHITECTURES", "WRITTEN", "Architecture", "hf_text_config", "metadata_of"]
@@ -237,14 +237,8 @@ def _shortest(value: float) -> float:
 
 
 def _rope_parameters(text: Mapping[str, Any]) -> dict[str, Any]:
-    """The rotary settings, which newer configurations keep in a dict of their own and older ones at the top."""
-    rope = {key: text[key] for key in ("rope_theta", "partial_rotary_factor") if text.get(key) is not None}
-    for key in ("rope_scaling", "rope_parameters"):
-        settings = text.get(key) or {}
-        if not isinstance(settings, Mapping):
-            raise CheckpointError(f"{key} must be a JSON object, got {type(settings).__name__}")
-        rope |= settings
-    kind = rope.get("rope_type", rope.get("type", "default"))
+    """The rotary settings, of the one kind that GGUF files are written for."""
+    rope, kind = rope_settings(text)
     if kind not in ("default", "mrope"):
         raise CheckpointError(f"rope_type {kind!r} cannot be written as GGUF; only plain rotary embeddings can")
     return rope

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from checkpoints.errors import CheckpointError
 
-__all__ = ["GdnDims", "gdn_dims", "gdn_layers", "text_config"]
+__all__ = ["GdnDims", "gdn_dims", "gdn_layers", "rope_settings", "text_config"]
 
 MODEL_TYPES = ("qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_next")
 LAYER_TYPES = ("linear_attention", "full_attention")
@@ -157,3 +157,18 @@ def _epsilon(text: Mapping[str, Any], key: str) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= sys.float_info.max:
         raise CheckpointError(f"{key} must be a positive finite number, got {value!r}")
     return float(value)
+
+
+def rope_settings(text: Mapping[str, Any]) -> tuple[dict[str, Any], Any]:
+    """The rotary settings, which newer configurations keep in a dict of their own and older ones at the top; the kind.
+
+    Raises:
+        CheckpointError: that dict is something else.
+    """
+    rope = {key: text[key] for key in ("rope_theta", "partial_rotary_factor") if text.get(key) is not None}
+    for key in ("rope_scaling", "rope_parameters"):
+        settings = text.get(key) or {}
+        if not isinstance(settings, Mapping):
+            raise CheckpointError(f"{key} must be a JSON object, got {type(settings).__name__}")
+        rope |= settings
+    return rope, rope.get("rope_type", rope.get("type", "default"))

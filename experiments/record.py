@@ -7,14 +7,16 @@ Outside a git checkout, name the commit: GDN_COMMIT=… python -m experiments.re
 
 import datetime
 import json
-import os
 import pathlib
 import subprocess
 import sys
 
+from gdn_jax.bench.provenance import commit
+
 
 def main(results: str, *arguments: str) -> int:
-    revision = os.environ.get("GDN_COMMIT") or commit()
+    if (revision := commit()) is None:
+        raise SystemExit("no git checkout here: name the commit, GDN_COMMIT=…")
     ran = subprocess.run(
         [sys.executable, "-m", "gdn_jax.cli", *arguments, "--json"], stdout=subprocess.PIPE, text=True, check=False
     )
@@ -28,15 +30,6 @@ def main(results: str, *arguments: str) -> int:
     with pathlib.Path(results).open("a") as file:
         file.write(json.dumps(line) + "\n")
     return ran.returncode
-
-
-def commit() -> str:
-    """The short hash of HEAD, marked where the working tree differs from it."""
-
-    def git(*words: str) -> str:
-        return subprocess.run(["git", *words], capture_output=True, text=True, check=True).stdout.strip()
-
-    return git("rev-parse", "--short", "HEAD") + ("-dirty" if git("status", "--porcelain", "-uno") else "")
 
 
 if __name__ == "__main__":

@@ -64,15 +64,16 @@ def advance_in_place(
             interpret=interpret,
         )
     with jax.named_scope("project_out"):
-        w_out = stack.layers.large.out
-        if limbs:
-            out = ops.project_limbs(
-                w_out, step.digits, step.x_scales, weight_layer, precision=precision, implementation=implementation
+        made = ops.Activations(None, step.digits, step.x_scales) if limbs else step.onn.reshape(-1, cfg.value_channels)
+        out = fence(
+            ops.project(
+                stack.layers.large.out,
+                made,
+                precision=precision,
+                implementation=implementation,
+                layer=weight_layer,
             )
-        else:
-            onn = step.onn.reshape(-1, cfg.value_channels)
-            out = ops.project(w_out, onn, precision=precision, implementation=implementation, layer=weight_layer)
-        out = fence(out)
+        )
     state = GdnState(S=step.state, conv_hist=inner.history)
     kept: dict[str, Any] = dict.fromkeys(Stages._fields) | {"out": out}
     if keep:

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from gdn_jax import delta, linear
-from gdn_jax.axes import Active, Array, Float32, Int8, Int32
+from gdn_jax.axes import Active, Array, Float32, Int32
 from gdn_jax.errors import UnsupportedError
 from gdn_jax.fence import fence
 from gdn_jax.gates import log_decay, write_strength
@@ -57,7 +57,6 @@ __all__ = [
     "implementation_report",
     "layer_input",
     "project",
-    "project_limbs",
     "project_many",
     "with_limbs",
 ]
@@ -192,12 +191,12 @@ def project_many(
         UnsupportedError: a named implementation that cannot do it.
     """
     shape = x.digits.shape[1:] if isinstance(x, Activations) else x.shape
-    packed = [w for w in matrices if isinstance(w, Q4Tensor)]
-    choice = choose_product(packed, shape, precision, implementation) if packed else None
-    if choice is None or choice.implementation == "xla":
+    name = _kernel_for(matrices, shape, precision, implementation)
+    if name is None:
         return tuple(_project_by_xla(_taken(w, layer), dense(x), precision) for w in matrices)
-    made = with_limbs(x, precision, interpret=choice.implementation == "interpret")
-    products = iter(_products(packed, made.digits, made.scales, layer, choice.implementation))
+    made = with_limbs(x, precision, interpret=name == "interpret")
+    packed = [w for w in matrices if isinstance(w, Q4Tensor)]
+    products = iter(_products(packed, made.digits, made.scales, layer, name))
     return tuple(
         next(products) if isinstance(w, Q4Tensor) else _project_by_xla(_taken(w, layer), dense(x), precision)
         for w in matrices
@@ -471,22 +470,6 @@ def attend_from_cache(
 
 def _splitter(limbs: int):
     return functools.partial(group_digits, limbs=limbs)
-
-
-def project_limbs(
-    w: Any,
-    digits: Int8[Array, "limbs B I"],
-    scales: Float32[Array, "B groups"],
-    layer: Int32[Array, ""],
-    *,
-    precision: str,
-    implementation: str | None,
-) -> Float32[Array, "B O"]:
-    """y = W x for one layer of a stack w (a `Q4Tensor`), x as limbs that its producer made; by a kernel."""
-    batch, columns = digits.shape[1:]
-    choice = choose_product([w], (batch, columns), precision, implementation)
-    [y] = _products((w,), digits, scales, layer, choice.implementation)
-    return y
 
 
 def delta_step(

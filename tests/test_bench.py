@@ -34,8 +34,6 @@ from gdn_jax.bench.rows import Row, record
 from gdn_jax.bench.timing import Effort, Step, Timing
 from tests.support.deviceless import compile_for_h200
 
-pytestmark = pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")
-
 ROOT = pathlib.Path(__file__).parent.parent
 PUBLISHED = ROOT / "experiments/published_design/published_design.cu"
 

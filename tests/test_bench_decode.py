@@ -23,7 +23,6 @@ from gdn_jax.decoder.weights import abstract_decoder, check_decoder_weights
 from tests.support import decoders
 from tests.support.deviceless import compile_for_h200
 
-pytestmark = pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")
 on_cpu = pytest.mark.skipif(jax.default_backend() != "cpu", reason="what a CPU answers")
 
 GDN = gdn.GdnConfig(hidden=64, key_heads=2, value_heads=6, key_dim=32, value_dim=32, conv_width=4)

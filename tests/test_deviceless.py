@@ -10,10 +10,7 @@ import gdn_jax as gdn
 from gdn_jax.state import state_shapes
 from tests.support.deviceless import compile_for_h200, float_sums
 
-pytestmark = [
-    pytest.mark.deviceless,
-    pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning"),
-]
+pytestmark = pytest.mark.deviceless
 
 GEOMETRY = gdn.GEOMETRIES["qwen3.5-27b"]
 STATIC = ("cfg", "precision", "implementation")

@@ -10,8 +10,6 @@ import pytest
 from pallas_kernels.bandwidth import copy, read
 from tests.support.deviceless import compile_for_h200
 
-pytestmark = pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")
-
 STATIC = ("block", "depth", "warps", "programs", "interpret")
 BLOCKS, BLOCK = 13, 128
 CUTS = [(depth, programs) for depth in (1, 3) for programs in (None, 1, 4, 100)]

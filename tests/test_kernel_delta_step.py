@@ -20,8 +20,6 @@ from tests.support.deviceless import compile_for_h200
 from tests.support.tolerances import CASE_TAP, DELTA_STEP
 
 # The notice of the backend's end comes with every lowering; the kernels are for as long as it lives.
-pytestmark = pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")
-
 EPS = 1e-6
 LAYERS, LAYER = 3, 1
 SMALL = (2, 6, 12, 20)

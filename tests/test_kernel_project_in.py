@@ -23,8 +23,6 @@ from tests.support.cases import assert_same_bits, error
 from tests.support.deviceless import compile_for_h200
 from tests.support.tolerances import CASE_TAP
 
-pytestmark = pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")
-
 GATES = Gates(beta=write_strength, g=log_decay)
 LAYERS, LAYER = 3, 1
 WEIGHT_LAYERS, WEIGHT_LAYER = 4, 2

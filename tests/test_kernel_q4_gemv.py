@@ -18,8 +18,6 @@ from pallas_kernels.q4_gemv import MAX_BATCH, MAX_MATRICES, Tile, choose_tile, q
 from pallas_kernels.q4_gemv.tuning import TABLE
 from tests.support.deviceless import compile_for_h200
 
-pytestmark = pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")
-
 MAX_REL = 1e-6
 ONE_WARP = Tile(rows=4, groups=32, warps=1)
 

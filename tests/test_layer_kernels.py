@@ -22,8 +22,6 @@ from tests.test_layer import check_outputs_and_state, check_taps
 
 every_case = pytest.mark.parametrize("case", cases.CASES, ids=str)
 on_kernels = pytest.mark.parametrize("name", [pytest.param("interpret"), pytest.param("triton", marks=pytest.mark.gpu)])
-triton_is_deprecated = pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")
-pytestmark = triton_is_deprecated
 
 Q4_CASES = (
     cases.Case("q4-ratio3", cases.geometry(96, 2, 6, 12, 64, 4), batch=3, kind="heavy"),

@@ -195,7 +195,6 @@ def test_what_is_not_finite_stays_in_its_row_and_behind_its_token(filth):
 # ---------------------------------------------------------------------------------------------------------------------
 
 Q4_CASE = cases.Case("q4-prefill", cases.geometry(96, 2, 6, 12, 64, 4), batch=3, kind="heavy", tokens=5)
-on_kernels = pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")
 
 
 @pytest.fixture(scope="module")
@@ -221,7 +220,6 @@ def test_4_bit_weights(packed):
     assert rms_rel(state.S[1], want.S) <= tolerances.PREFILL
 
 
-@on_kernels
 def test_products_by_the_kernel_are_those_of_xla(packed):
     """Of more tokens than one launch takes, the last launch in part."""
     by_kernel, by_xla = (
@@ -257,7 +255,6 @@ def test_a_traced_layer_out_of_range_gives_nan_and_no_change(packed, layer):
     assert_same_bits(state, cases.start_of(Q4_CASE))
 
 
-@on_kernels
 @pytest.mark.parametrize("transformed", [jax.grad, jax.vmap], ids=["grad", "vmap"])
 def test_kernels_asked_for_by_name_refuse_what_they_have_no_rule_for(packed, transformed):
     start, xs = cases.start_of(Q4_CASE), cases.xs_of(Q4_CASE)

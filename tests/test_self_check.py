@@ -10,8 +10,6 @@ from gdn_jax import cli, ops, self_check
 from gdn_jax.errors import UnsupportedError
 from gdn_jax.self_check import Check
 
-pytestmark = pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")
-
 OPERATIONS = ["project, batch 1", "project, batch 2", "layer_input", "delta_layer"]
 
 

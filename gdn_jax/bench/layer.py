@@ -217,7 +217,7 @@ def _launches(stack: GdnStack, carry: Carry, precision: str, request: Request, u
     def project_out(carry, layer, operands):
         w, digits = operands
         named = {"precision": precision, "implementation": request.implementation}
-        y = ops.project_limbs(w, digits, carry.scales, layer, **named)
+        y = ops.project(w, ops.Activations(None, digits, carry.scales), layer=layer, **named)
         return carry.replace(scales=touch(carry.scales, y))
 
     into = (large.qkv, large.z, w.b, w.a, w.conv, w.A_log, w.dt_bias)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from checkpoints.errors import CheckpointError
-from checkpoints.hf_config import LAYER_TYPES, gdn_layers, text_config
+from checkpoints.hf_config import LAYER_TYPES, gdn_layers, rope_settings, text_config
 from checkpoints.settings import Settings
 from gdn_jax.config import GEOMETRIES, GdnConfig
 from gdn_jax.errors import UnsupportedError
@@ -226,14 +226,8 @@ def _mlp_types(keys: Settings, count: int) -> tuple[str, ...]:
 
 def _rope(text: Mapping[str, Any], head_dim: int) -> tuple[float, int]:
     """Base and rotary size, from `rope_parameters` or, in older configurations, from the top level."""
-    rope: dict[str, Any] = {key: text[key] for key in ("rope_theta", "partial_rotary_factor") if key in text}
-    for key in ("rope_scaling", "rope_parameters"):
-        settings = text.get(key) or {}
-        if not isinstance(settings, Mapping):
-            raise CheckpointError(f"{key} must be a JSON object, got {type(settings).__name__}")
-        rope |= settings
+    rope, kind = rope_settings(text)
     # "mrope" orders the positions of images; those of text are one number for all axes, which is plain RoPE.
-    kind = rope.get("rope_type", rope.get("type", "default"))
     if kind not in ("default", "mrope"):
         raise UnsupportedError(
             f"rope_type {kind!r}: stretched rotary positions are not implemented, only plain ones ('default'); "

@@ -5,7 +5,6 @@ In this order, each on what the one before left: repetition penalty, temperature
 
 import dataclasses
 import math
-import operator
 import typing
 from typing import Any, NamedTuple
 
@@ -14,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from gdn_jax.axes import Array, Bool, Float32, Int32, Leaf
+from gdn_jax.integers import integer
 
 __all__ = ["GREEDY", "NOT_FINITE", "Knobs", "SamplingParams", "sample"]
 
@@ -28,12 +28,7 @@ _REAL = ("temperature", "top_p", "min_p", "repetition_penalty")
 
 
 def _integer(name: str, value: Any, limit: int) -> int:
-    if isinstance(value, bool):
-        raise TypeError(f"{name} must be an integer, got {value!r}")
-    try:
-        number = operator.index(value)
-    except TypeError:
-        raise TypeError(f"{name} must be an integer, got {value!r}") from None
+    number = integer(name, value)
     if not 0 <= number < limit:
         raise ValueError(f"{name} must be an integer in 0 … {limit - 1}, got {value!r}")
     return number
