@@ -31,7 +31,10 @@ def log_decay(
     # still poison the gradient. (The exponential also depends on x this way, so that a loop over tokens does not hoist
     # it into a computation of its own, which may be rounded differently.)
     rate = jnp.exp(jnp.where(tiny, 0.0, a_log))
-    softplus = jnp.where(x > _LINEAR, x, jnp.log1p(jnp.exp(jnp.clip(x, -_LINEAR, _LINEAR))))
+    large = x > _LINEAR
+    # Not `clip`: a NaN must come through, and the maximum of Pallas on Triton returns the other operand.
+    middle = jnp.where(tiny, -_LINEAR, jnp.where(large, _LINEAR, x))
+    softplus = jnp.where(large, x, jnp.log1p(jnp.exp(middle)))
     return jnp.where(tiny, -jnp.exp(jnp.where(tiny, a_log + x, 0.0)), -rate * softplus)
 
 

@@ -10,10 +10,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.compilation_cache import compilation_cache
 
 import gdn_jax as gdn
 from gdn_jax import cli, memory
 from gdn_jax.bench import ceiling, decode, gate, models, naming, operands, prefill, timing
+from gdn_jax.bench.compile_cache import CacheWatch
 from gdn_jax.bench.request import Request
 from gdn_jax.bench.timing import Effort, Step
 from gdn_jax.decoder.config import DECODERS
@@ -57,8 +59,21 @@ def a_request(cfg=None, **given):
 # ----------------------------------------------------------------------------------------------------------------------
 
 
+@pytest.fixture
+def no_cache():
+    """No folder for compiled programs, whatever the surroundings say; afterwards what was there before."""
+    names = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs")
+    before = {name: getattr(jax.config, name) for name in names}
+    compilation_cache.reset_cache()
+    jax.config.update("jax_compilation_cache_dir", None)
+    yield
+    compilation_cache.reset_cache()
+    for name, value in before.items():
+        jax.config.update(name, value)
+
+
 @on_cpu
-def test_decode_with_its_parts(capsys, monkeypatch, tmp_path, green):
+def test_decode_with_its_parts(capsys, monkeypatch, tmp_path, green, no_cache):
     monkeypatch.setattr(models, "hybrid", lambda _: a_small_attention_model())
 
     def measure(steps, carry, *, layers, kernels, effort):
@@ -85,6 +100,8 @@ def test_decode_with_its_parts(capsys, monkeypatch, tmp_path, green):
     assert step["tok_per_s"] == pytest.approx(1e6 / step["us"])
     assert step["ms_per_step"] == step["ms_per_token"] == pytest.approx(step["us"] / 1e3)
     assert step["compile_seconds"] > 0
+    assert step["compile_cache"] == rows["generate"]["compile_cache"] == "none"
+    assert f"compiled in {step['compile_seconds']:.1f} s" in step["note"]
     assert step["max_rel"] <= step["bound"]
     assert (step["tier"], step["context"], step["kv_dtype"], step["tokens"]) == ("q4", 20, "float32", 4)
     assert step["fraction"] == pytest.approx(step["nbytes"] / step["us"] / 1e3)
@@ -144,6 +161,26 @@ def test_a_request_that_cannot_be_met_is_status_2_with_a_reason(capsys, argument
     status, out, err = run(capsys, *arguments)
     assert (status, out) == (2, "")
     assert message in err.splitlines()[-1]
+
+
+def test_a_row_says_whether_its_program_came_from_the_cache(no_cache, tmp_path):
+    def doubled():
+        return models.compiled(jax.jit(lambda x: 2 * x), jnp.ones(3))
+
+    assert doubled().cache == "none"
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+    jax.config.update("jax_compilation_cache_dir", str(tmp_path))
+    cold, warm = doubled(), doubled()
+    assert cold.details == {"compile_seconds": cold.seconds, "compile_cache": "cold"}
+    assert warm.details == {"compile_seconds": warm.seconds, "compile_cache": "warm"}
+    assert cold.note == f"compiled, cold cache, in {cold.seconds:.1f} s"
+    assert warm.note == f"read from a cache in {warm.seconds:.1f} s"
+    with CacheWatch() as watch:
+        doubled()
+        models.compiled(jax.jit(lambda x: 3 * x), jnp.ones(3))
+    assert watch.answer == "mixed"
+    doubled()
+    assert watch.answer == "mixed"  # closed
 
 
 # ----------------------------------------------------------------------------------------------------------------------

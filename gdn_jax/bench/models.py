@@ -18,6 +18,7 @@ import numpy as np
 
 from gdn_jax import memory
 from gdn_jax.bench import gate, operands
+from gdn_jax.bench.compile_cache import CacheWatch
 from gdn_jax.bench.naming import implementation_of
 from gdn_jax.bench.request import Request
 from gdn_jax.bench.timing import Step
@@ -247,20 +248,36 @@ def judged(logits: Logits, batch: int, precision: str, request: Request) -> Verd
 
 
 class Compiled(NamedTuple):
-    """A program, the seconds that compiling it took, and the bytes that it holds while it runs beside its operands."""
+    """A program, the seconds that compiling it took, and the bytes that it holds while it runs beside its operands.
+
+    `cache`: whether it was compiled at all, a `CacheWatch.answer`.
+    """
 
     run: Any
     seconds: float
+    cache: str
     temp: int
+
+    @property
+    def details(self) -> dict[str, Any]:
+        """What a row says of how the program came about."""
+        return {"compile_seconds": self.seconds, "compile_cache": self.cache}
+
+    @property
+    def note(self) -> str:
+        """The same in words."""
+        how = {"warm": "read from a cache", "none": "compiled"}.get(self.cache, f"compiled, {self.cache} cache,")
+        return f"{how} in {self.seconds:.1f} s"
 
 
 def compiled(jitted: Any, *arguments: Any) -> Compiled:
     """Compile a jitted function for arguments."""
     begin = time.perf_counter()
-    run = jitted.lower(*arguments).compile()
+    with CacheWatch() as watch:
+        run = jitted.lower(*arguments).compile()
     seconds = time.perf_counter() - begin
     analysis = run.memory_analysis()
-    return Compiled(run, seconds, 0 if analysis is None else analysis.temp_size_in_bytes)
+    return Compiled(run, seconds, watch.answer, 0 if analysis is None else analysis.temp_size_in_bytes)
 
 
 def memory_details(program: Compiled, batch: int, request: Request) -> dict[str, Any]:

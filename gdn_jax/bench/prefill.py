@@ -66,9 +66,9 @@ def _measured(weights: Any, batch: int, precision: str, request: Request) -> Row
             "tok_per_s": rate,
             "first_token_seconds": timing.us / 1e6,
             "ms_per_token": timing.us / 1e3 / request.tokens,
-            "compile_seconds": compiled.seconds,
+            **compiled.details,
         }
-        note = f"{rate:,.1f} tok/s, first token after {timing.us / 1e6:.3f} s, compiled in {compiled.seconds:.1f} s"
+        note = f"{rate:,.1f} tok/s, first token after {timing.us / 1e6:.3f} s, {compiled.note}"
     return Row(
         subject="prefill",
         case=f"{request.geometry} {request.tokens} tokens",
