@@ -20,54 +20,12 @@ from pallas_kernels.q4_gemv import mosaic
 from pallas_kernels.q4_gemv.mosaic import launch_mosaic, mosaic_unsupported
 from pallas_kernels.q4_gemv.tuning import MOSAIC_TABLE, MosaicTile
 from tests.support.deviceless import compile_for_h200
+from tests.support.registers import Registers, emulated_inline
 from tests.test_kernel_q4_gemv import activations, assert_close, oracle, stack
 
 SMALL = MosaicTile(rows=16, stages=2)
 
 split = jax.jit(split_limbs, static_argnames=("limbs",))
-
-
-def deal(layout, array):
-    """[...] -> [128 threads, registers, elements of a register], as a tiled layout says."""
-    for tile in layout.tiling.tiles:
-        lead = array.ndim - len(tile)
-        counts = [n for size, part in zip(array.shape[lead:], tile, strict=True) for n in (size // part, part)]
-        array = array.reshape(*array.shape[:lead], *counts)
-        array = array.transpose(*range(lead), *range(lead, array.ndim, 2), *range(lead + 1, array.ndim, 2))
-    threads = (*layout.warp_dims, *layout.lane_dims)
-    axes = [d % array.ndim for d in threads if not isinstance(d, plgpu.Replicated)]
-    array = array.transpose(*axes, *(d for d in range(array.ndim) if d not in axes))
-    for axis, d in enumerate(threads):
-        if isinstance(d, plgpu.Replicated):
-            shape = (*array.shape[:axis], d.times, *array.shape[axis:])
-            array = jnp.broadcast_to(jnp.expand_dims(array, axis), shape)
-    return array.reshape(128, -1, array.shape[-1])
-
-
-class Registers:
-    """Stands for the array of a warpgroup: each register holds [128, elements], the values of all threads."""
-
-    def __init__(self, registers, layout, shape):
-        self.registers = np.fromiter(registers, object).reshape(layout.registers_shape(shape))
-        self.layout, self.shape = layout, shape
-
-
-def emulated_inline(*, arg_types, return_type):
-    def dealt(layout, array):
-        dealt = deal(layout.to_mgpu(), array)
-        return Registers((dealt[:, i] for i in range(dealt.shape[1])), layout.to_mgpu(), array.shape)
-
-    def decorate(body):
-        def call(*arrays):
-            result = body(None, *jax.tree.map(dealt, tuple(arg_types), arrays))
-            collect = jax.linear_transpose(
-                functools.partial(deal, result.layout), jax.ShapeDtypeStruct(return_type.shape, return_type.dtype)
-            )
-            return collect(jnp.stack(list(result.registers.flat), axis=1))[0]
-
-        return call
-
-    return decorate
 
 
 class EmulatedLane:

@@ -7,6 +7,7 @@ import pathlib
 import pytest
 
 from pallas_kernels.delta_step import tuning as delta_step
+from pallas_kernels.q4_gemm import tuning as q4_gemm
 from pallas_kernels.q4_gemv import tuning as q4_gemv
 
 ROOT = pathlib.Path(__file__).parent.parent
@@ -50,6 +51,19 @@ def test_rows_of_the_tensor_core_form(key):
     assert q4_gemv.MosaicTile(*cited["cut"]) == tile
     assert_of_bucket(cited, key)
     assert_unbeaten(cited, [other for other in others if of_same_product(other, cited)])
+
+
+@pytest.mark.parametrize("key", q4_gemm.TABLE, ids=str)
+def test_rows_of_the_prompt_product(key):
+    tile, source = q4_gemm.TABLE[key]
+    cited, others = record(source)
+    assert q4_gemm.Tile(*cited["tile"]) == tile
+    assert (cited["device"], cited["pieces"]) == (key.device_kind, key.pieces)
+    assert key.rows // 2 < cited["N"] <= key.rows
+    assert key.tokens // 2 < cited["M"] <= key.tokens
+    # The first runs of that record still had a copy of x in every product.
+    same = [other for other in others if all(other[name] == cited[name] for name in ("N", "K", "M", "pieces"))]
+    assert_unbeaten(cited, [other for other in same if not other["glue_included"]])
 
 
 def assert_of_bucket(cited, key):
