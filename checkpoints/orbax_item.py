@@ -30,6 +30,7 @@ from checkpoints.strict_json import read_json
 
 __all__ = [
     "DENSE_DTYPES",
+    "PLAIN_DTYPES",
     "Q4_0",
     "Arrays",
     "OrbaxItem",
@@ -43,6 +44,10 @@ __all__ = [
 
 Q4_0 = "Q4_0"
 DENSE_DTYPES = {dtype.name: dtype for dtype in DTYPES.values()}
+"""Of tensors that are not in blocks."""
+
+PLAIN_DTYPES = DENSE_DTYPES | {dtype.name: dtype for dtype in map(np.dtype, (np.int32, np.uint8))}
+"""Of all arrays that an item may hold under one name."""
 
 Value = np.ndarray | Q4Codes | Q4Words
 """A tensor to store."""
@@ -195,7 +200,7 @@ def value_of(arrays: Arrays) -> np.ndarray | Q4Words:
 def _stored(info: TensorInfo) -> dict[str, _Stored]:
     """The arrays that hold a tensor."""
     if info.dtype != Q4_0:
-        return {"": _Stored(info.shape, DENSE_DTYPES[info.dtype])}
+        return {"": _Stored(info.shape, PLAIN_DTYPES[info.dtype])}
     *rows, columns = info.shape
     return {
         "codes": _Stored((*rows, columns // CODES_PER_WORD), np.dtype(np.uint32)),

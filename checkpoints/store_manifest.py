@@ -9,13 +9,11 @@
     provenance         the source and the library versions
     texts              file name -> sha256 of the files of `text_files` that lie beside the manifest
     tensors            canonical name -> shape, dtype, item, sha256 of the content, and what quantisation cost
-    sha256             of everything else, as JSON with sorted keys and without spaces
+    sha256             of everything else, see `sealed_json`
 
 It is written last: a directory without a manifest is not a checkpoint.
 """
 
-import hashlib
-import json
 import math
 import re
 from collections.abc import Mapping
@@ -27,7 +25,7 @@ from checkpoints.hf_config import gdn_dims, gdn_layers, text_config
 from checkpoints.names import Vocabulary, gdn_prefix, gdn_shapes, is_linear
 from checkpoints.orbax_item import DENSE_DTYPES, Q4_0
 from checkpoints.q4_blocks import GROUP
-from checkpoints.strict_json import json_object
+from checkpoints.sealed_json import decode_sealed, encode_sealed
 from checkpoints.text_files import TEXT_FILES, digest
 
 __all__ = [
@@ -156,7 +154,7 @@ class Manifest(NamedTuple):
         """The file's bytes."""
         tensors = {name: record.as_json() for name, record in self.tensors.items()}
         body = {**self.header, "tensors": tensors}
-        return json.dumps({**body, "sha256": _seal(body)}, indent=1, sort_keys=True).encode() + b"\n"
+        return encode_sealed(body)
 
     @classmethod
     def decoded(cls, data: bytes, source: str) -> "Manifest":
@@ -165,16 +163,14 @@ class Manifest(NamedTuple):
         Raises:
             CheckpointError: another format or version, damage, or tensors that are not those of the model.
         """
-        body = json_object(data, source)
-        if body.get("format") != FORMAT:
-            raise CheckpointError(f"{source}: not the manifest of a converted checkpoint (no format {FORMAT!r})")
-        if type(body.get("version")) is not int or body["version"] != VERSION:
-            raise CheckpointError(
-                f"{source}: written in version {body.get('version')!r:.40} of the format, and this program reads "
-                f"version {VERSION}; use the program that wrote it, or convert the source again"
-            )
-        if body.pop("sha256", None) != _seal(body):
-            raise CheckpointError(f"{source}: its content does not match its sha256: damaged or edited")
+        body = decode_sealed(
+            data,
+            source,
+            kind="converted checkpoint",
+            format=FORMAT,
+            version=VERSION,
+            remedy="convert the source again",
+        )
         if body.keys() != _HEADER_KEYS | {"tensors"} or not isinstance(body["tensors"], dict):
             raise CheckpointError(f"{source}: expected the keys {', '.join(sorted(_HEADER_KEYS))} and tensors")
         tensors = {name: _record(entry, f"{source}: tensor {name!r}") for name, entry in body.pop("tensors").items()}
@@ -251,7 +247,3 @@ def _record(entry: Any, where: str) -> Record:
         return Record.from_json(entry)
     except CheckpointError as error:
         raise CheckpointError(f"{where}: {error}") from None
-
-
-def _seal(body: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(body, sort_keys=True, separators=(",", ":")).encode()).hexdigest()

@@ -17,6 +17,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from checkpoints.base import TensorInfo
+from checkpoints.durable import sync_folder, write_file
 from checkpoints.errors import CheckpointError
 from checkpoints.names import listed
 from checkpoints.orbax_item import Arrays, OrbaxItem, Value, arrays_of, content_hash, info_of, save_item
@@ -115,12 +116,12 @@ class StoreWriter:
         Manifest.decoded(data, str(self.path))
         try:
             for name, content in {**texts, MANIFEST_FILE: data}.items():
-                _write(self._draft / name, content)
+                write_file(self._draft / name, content)
         except OSError as error:
             raise CheckpointError(f"{self.path}: cannot be written ({error.strerror})") from error
         self._check_absent()
         self._draft.rename(self.path)
-        _sync_folder(self.path.parent)
+        sync_folder(self.path.parent)
         # Only now: a draft whose journal is gone could not be resumed, should the machine stop before the rename.
         (self.path / _JOURNAL).unlink()
         return self._records
@@ -234,20 +235,3 @@ def _is_intact(folder: Path, records: Mapping[str, Record]) -> bool:
     except CheckpointError:
         return False
     return True
-
-
-def _write(file: Path, content: bytes) -> None:
-    """Write a file, and make it last."""
-    with file.open("wb") as stream:
-        stream.write(content)
-        stream.flush()
-        os.fsync(stream.fileno())
-
-
-def _sync_folder(folder: Path) -> None:
-    """Make a rename in `folder` last."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

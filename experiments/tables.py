@@ -1,6 +1,6 @@
 """The tables of measurements in the kernels' READMEs, from the records of `gdn bench` on an H200.
 
-python -m experiments.tables [ceiling|gemv|batches|delta|layer …]
+python -m experiments.tables [ceiling|gemv|batches|gemm|delta|chunk|layer …]
 """
 
 import json
@@ -64,6 +64,26 @@ def batches() -> Table:
         yield shape, *times, ratio, cell(eight, "fraction", ".0%"), cell(eight, "max_rel", ".1e")
 
 
+def gemm() -> Table:
+    ours = ("µs, bf16", "TFLOP/s", "of dense bf16", "max_rel", "µs, exact", "TFLOP/s", "max_rel")
+    yield "matrix", "rows of x", *ours, "XLA bf16 weights, µs", "XLA int4, µs"
+    lines = recorded("gemm")
+    for shape, batch in dict.fromkeys((line["case"], line["batch"]) for line in lines):
+        case = {"case": shape, "batch": batch}
+        rounded, exact = (find(lines, precision=name, is_peer=False, **case) for name in ("bf16", "exact"))
+        peers = (find(lines, implementation=f"xla {form}", **case) for form in ("dense", "int4"))
+        yield (
+            *(shape, str(batch)),
+            *(
+                cell(rounded, "us", ".0f"),
+                cell(rounded, "tflop_per_s", ".0f"),
+                cell(rounded, "fraction_of_bf16", ".0%"),
+            ),
+            *(cell(rounded, "max_rel", ".1e"), cell(exact, "us", ".0f"), cell(exact, "tflop_per_s", ".0f")),
+            *(cell(exact, "max_rel", ".1e"), *(cell(peer, "us", ".0f") for peer in peers)),
+        )
+
+
 def shapes(lines: list[Line]) -> list[str]:
     return list(dict.fromkeys(line["case"].split()[0] for line in lines))
 
@@ -77,6 +97,22 @@ def delta() -> Table:
             yield str(line["batch"]), cell(line, "us", ".2f"), spread, *rate, cell(line, "max_rel", ".1e")
 
 
+def chunk() -> Table:
+    ours = ("µs", "per chunk", "TFLOP/s", "least by bytes, µs", "max_rel", "RMS error", "XLA, µs")
+    yield "tokens", "batch", "precision", *ours, "FLA, µs", "jax-linear-attention, µs"
+    lines = recorded("chunk")
+    for tokens, batch, precision in dict.fromkeys((line["tokens"], line["batch"], line["precision"]) for line in lines):
+        case = {"tokens": tokens, "batch": batch, "precision": precision}
+        xla, fla, jla = (find(lines, implementation=name, **case) for name in ("xla", "fla", "jla"))
+        kernels = (find(lines, implementation=name, **case) for name in ("mosaic", "triton"))
+        kernel = next(filter(None, kernels), None)
+        work = (cell(kernel, "us_per_chunk", ".2f"), cell(kernel, "tflop_per_s", ".0f"))
+        floor = "" if kernel is None else f"{kernel['nbytes'] / kernel['ceiling_gb_per_s'] / 1e3:.1f}"
+        quality = (cell(kernel, "max_rel", ".1e"), cell(kernel, "rms_rel", ".1e"))
+        others = (cell(line, "us", ",.1f") for line in (xla, fla, jla))
+        yield f"{tokens:,}", str(batch), precision, cell(kernel, "us", ",.1f"), *work, floor, *quality, *others
+
+
 def layer() -> Table:
     yield "part", "µs, exact", "of read", "µs, q8", "of read"
     lines = recorded("layer")
@@ -86,7 +122,9 @@ def layer() -> Table:
         yield case.partition(" ")[2], *(text for pair in times for text in pair)
 
 
-TABLES: dict[str, Callable[[], Table]] = {table.__name__: table for table in (ceiling, gemv, batches, delta, layer)}
+TABLES: dict[str, Callable[[], Table]] = {
+    table.__name__: table for table in (ceiling, gemv, batches, gemm, delta, chunk, layer)
+}
 
 
 def markdown(table: Table) -> list[str]:

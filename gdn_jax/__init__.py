@@ -17,14 +17,18 @@ _HOME = {
     "GdnConfig": "config",
     "Geometry": "config",
     "GdnState": "state",
-    "Snapshot": "state",
-    "branch": "state",
+    "Snapshot": "state_value",
+    "branch": "state_value",
     "init_state": "state",
-    "merge": "state",
-    "reset": "state",
-    "restore": "state",
-    "select": "state",
-    "snapshot": "state",
+    "merge": "state_value",
+    "reset": "state_value",
+    "resize": "state_value",
+    "restore": "state_value",
+    "select": "state_value",
+    "snapshot": "state_value",
+    "fingerprint": "fingerprints",
+    "load_state": "state_store",
+    "save_state": "state_store",
     "state_nbytes": "state",
     "GdnStack": "weights",
     "GdnWeights": "weights",
@@ -61,6 +65,8 @@ _HOME = {
     "Decoder": "decoder.decoder",
     "GenerateResult": "decoder.decoder",
     "Conversation": "decoder.conversation",
+    "PrefixCache": "decoder.prefix_cache",
+    "PrefixCacheStats": "decoder.prefix_cache",
 }
 """Public name -> the module that defines it."""
 
@@ -74,27 +80,20 @@ if TYPE_CHECKING:
     from gdn_jax.decoder.conversation import Conversation
     from gdn_jax.decoder.decoder import Decoder, GenerateResult
     from gdn_jax.decoder.model import decode_step, prefill_tokens
+    from gdn_jax.decoder.prefix_cache import PrefixCache, PrefixCacheStats
     from gdn_jax.decoder.sample import SamplingParams
     from gdn_jax.decoder.state import DecoderState, init_decoder_state
     from gdn_jax.decoder.weights import DecoderWeights, load_decoder
+    from gdn_jax.fingerprints import fingerprint
     from gdn_jax.layer import scan, step
     from gdn_jax.limbs import q4_matvec, split_limbs
     from gdn_jax.ops import implementation_report
     from gdn_jax.pool import PoolKey, Q4Pool, bind_q4
     from gdn_jax.q4 import Q4Tensor, dequantize, quantization_report, quantize
     from gdn_jax.sequence import prefill
-    from gdn_jax.state import (
-        GdnState,
-        Snapshot,
-        branch,
-        init_state,
-        merge,
-        reset,
-        restore,
-        select,
-        snapshot,
-        state_nbytes,
-    )
+    from gdn_jax.state import GdnState, init_state, state_nbytes
+    from gdn_jax.state_store import load_state, save_state
+    from gdn_jax.state_value import Snapshot, branch, merge, reset, resize, restore, select, snapshot
     from gdn_jax.taps import tap_shapes, trace
     from gdn_jax.weights import GdnStack, GdnWeights, abstract, from_canonical, load_config, load_layer, load_stack
 

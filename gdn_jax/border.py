@@ -1,5 +1,6 @@
 """What a request must look like: every public function over weights and state validates here, once, before any work."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -21,14 +22,26 @@ Weights = GdnWeights | GdnStack | tuple[GdnWeights, ...]
 
 
 def check_request(
-    w: Any, state: Any, x: Any, axes: str, cfg: Any, layer: Any, precision: str, implementation: str | None
+    w: Any,
+    state: Any,
+    x: Any,
+    axes: str,
+    cfg: Any,
+    layer: Any,
+    precision: str,
+    implementation: str | None,
+    *,
+    precisions: Mapping[str, tuple[str, ...]] = ops.PRECISIONS,
 ) -> None:
-    """Refuse a malformed request before any work; `axes` names the axes of x. Raises as documented in `step`."""
+    """Refuse a malformed request before any work; `axes` names the axes of x, `precisions` are those of every tier.
+
+    Raises as documented in `step`.
+    """
     require_config(cfg)
     ops.check_implementation(implementation)
     check_state(state, cfg)
     _check_layer(layer, state.layers)
-    _check_weights(w, cfg, state.layers, layer, precision)
+    ops.check_precision(precision, _check_weights(w, cfg, state.layers, layer), precisions)
     _check_input(x, axes, state.batch, cfg.hidden)
 
 
@@ -49,7 +62,8 @@ def _check_layer(layer: Any, layers: int) -> None:
         raise ValueError(f"layer must lie in 0 … {layers - 1} (the state has {layers} layers), got {int(layer)}")
 
 
-def _check_weights(w: Any, cfg: GdnConfig, layers: int, layer: Any, precision: str) -> None:
+def _check_weights(w: Any, cfg: GdnConfig, layers: int, layer: Any) -> str:
+    """The tier of the layer's weights."""
     if isinstance(w, tuple):
         if isinstance(layer, Tracer):
             raise TypeError(
@@ -68,7 +82,7 @@ def _check_weights(w: Any, cfg: GdnConfig, layers: int, layer: Any, precision: s
         _check_layer_weights(w, cfg, layers=layers)
     else:
         _check_layer_weights(w, cfg)
-    ops.check_precision(precision, w.tier)
+    return w.tier
 
 
 def _check_layer_weights(w: Any, cfg: GdnConfig, layers: int | None = None) -> None:

@@ -14,14 +14,16 @@ Axes of this module beside the glossary's: n chunks, c tokens in a chunk.
 """
 
 import functools
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
 
 from gdn_jax.axes import Array, Bool, Float32, Int32
+from gdn_jax.products import einsum
 
-__all__ = ["CHUNK", "delta_chunk", "delta_step", "first_tokens", "valid_tokens"]
+__all__ = ["CHUNK", "CleanForm", "clean_chunks", "delta_chunk", "delta_step", "first_tokens", "valid_tokens"]
 
 CHUNK = 64
 """Tokens per chunk, unless told otherwise."""
@@ -29,10 +31,8 @@ CHUNK = 64
 _WRITES = 8
 """Tokens whose writes to S are summed by one matrix product."""
 
-# Float32 products on every device: the default would be TF32 on a GPU.
-_EXACT = {"precision": lax.Precision.HIGHEST, "preferred_element_type": jnp.float32}
-_einsum = functools.partial(jnp.einsum, **_EXACT)
-_matmul = functools.partial(jnp.matmul, **_EXACT)
+type CleanForm = Callable[..., tuple[Array, Array]]
+"""The chunked form of clean operands: called as `clean_chunks` is, without `chunk`."""
 
 
 def delta_step(
@@ -64,11 +64,12 @@ def delta_chunk(
     beta: Float32[Array, "T B H"],
     g: Float32[Array, "T B H"],
     *,
-    chunk: int = CHUNK,
     lengths: Int32[Array, "B"] | None = None,
     segment_ids: Int32[Array, "T B"] | None = None,
+    precision: str = "exact",
+    form: CleanForm | None = None,
 ) -> tuple[Float32[Array, "T B H V"], Float32[Array, "B H K V"]]:
-    """T tokens of `delta_step`, `chunk` tokens at a time: o of every token, and S after the last.
+    """T tokens of `delta_step`, a chunk of them at a time: o of every token, and S after the last.
 
     In row b the tokens from `lengths[b]` on are padding: o is 0 there, S is that of the last token before, and a row
     without tokens keeps S bit for bit. Where `segment_ids` changes from one token to the next, a document begins: S
@@ -78,12 +79,11 @@ def delta_chunk(
 
     NaN and infinities stay where the serial form keeps them: in their row, and from their token to the end of their
     document; within these in one value column, if they come in v or S. What they reach is NaN, and carries no gradient.
+    So `form`, which carries out the chunks (`clean_chunks` unless given), sees none of them.
 
-    Raises:
-        ValueError: `chunk` is below 1.
+    `precision`: "exact", or "bf16" for products of operands rounded to bfloat16; decays, the triangular system and S
+    are float32 in both.
     """
-    if chunk < 1:
-        raise ValueError(f"chunk must be at least 1, got {chunk}")
     tokens, batch, heads, _ = v.shape
     if tokens == 0:
         return jnp.zeros_like(v), s
@@ -97,12 +97,34 @@ def delta_chunk(
     q, k, v, beta, g = (jnp.where(_trailing(valid, x), x, 0.0) for x in (q, k, v, beta, jnp.where(g < jnp.inf, g, 0.0)))
     g = jnp.where(_trailing(first == index, g), -jnp.inf, g)
 
-    chunks = _chunks(q, k, v, beta, g, min(chunk, tokens))
-    o, end = _over_chunks(_grouped(calm_s, 1, q.shape[2]), chunks)
-    o = jnp.moveaxis(o, -2, 1).reshape(-1, batch, heads, v.shape[-1])[:tokens]
+    o, end = (form or clean_chunks)(calm_s, q, k, v, beta, g, precision=precision)
     o = jnp.where(spoilt | jnp.repeat(mute, heads // mute.shape[2], axis=2)[..., None], jnp.nan, o)
-    end = jnp.where(spoilt_end[:, :, None], jnp.nan, end.reshape(s.shape))
+    end = jnp.where(spoilt_end[:, :, None], jnp.nan, end)
     return jnp.where(_trailing(valid, o), o, 0.0), jnp.where(_trailing(valid[0], s), end, s)
+
+
+def clean_chunks(
+    s: Float32[Array, "B H K V"],
+    q: Float32[Array, "T B G K"],
+    k: Float32[Array, "T B G K"],
+    v: Float32[Array, "T B H V"],
+    beta: Float32[Array, "T B H"],
+    g: Float32[Array, "T B H"],
+    *,
+    precision: str = "exact",
+    chunk: int = CHUNK,
+) -> tuple[Float32[Array, "T B H V"], Float32[Array, "B H K V"]]:
+    """`delta_chunk` of T ≥ 1 tokens that are all finite, but that g may be -inf; padding is k = v = beta = g = 0.
+
+    Raises:
+        ValueError: `chunk` is below 1.
+    """
+    if chunk < 1:
+        raise ValueError(f"chunk must be at least 1, got {chunk}")
+    tokens, batch, heads, columns = v.shape
+    chunks = _chunks(q, k, v, beta, g, min(chunk, tokens), precision)
+    o, end = _over_chunks(_grouped(s, 1, q.shape[2]), chunks, precision)
+    return jnp.moveaxis(o, -2, 1).reshape(-1, batch, heads, columns)[:tokens], end.reshape(s.shape)
 
 
 def valid_tokens(lengths: Int32[Array, "B"] | None, tokens: int, batch: int) -> Bool[Array, "T B"]:
@@ -141,13 +163,13 @@ class _Chunks(NamedTuple):
     """d(c, j), to the chunk's end."""
 
 
-def _chunks(q: Array, k: Array, v: Array, beta: Array, g: Array, chunk: int) -> _Chunks:
+def _chunks(q: Array, k: Array, v: Array, beta: Array, g: Array, chunk: int, precision: str) -> _Chunks:
     key_heads = q.shape[2]
     q, k = (jnp.moveaxis(_split(x, chunk), 1, -2) for x in (q, k))
     v = jnp.moveaxis(_grouped(_split(v, chunk), 3, key_heads), 1, -2)
     beta, g = (jnp.moveaxis(_grouped(_split(x, chunk), 3, key_heads), 1, -1) for x in (beta, g))
     keys_and_queries = jnp.concatenate([k, q], axis=-2)
-    products = _einsum("nbgik,nbgjk->nbgij", keys_and_queries, k)[:, :, :, None]
+    products = einsum("nbgik,nbgjk->nbgij", keys_and_queries, k, precision=precision)[:, :, :, None]
     overlaps, scores = jnp.split(products, 2, axis=-2)
     seen = jnp.tri(chunk, dtype=jnp.bool_)
     decay = jnp.where(_leading(seen, g[..., None]), jnp.exp(_segment_sums(g)), 0.0)
@@ -165,29 +187,33 @@ def _chunks(q: Array, k: Array, v: Array, beta: Array, g: Array, chunk: int) -> 
 
 
 def _over_chunks(
-    s: Float32[Array, "B G R K V"], chunks: _Chunks
+    s: Float32[Array, "B G R K V"], chunks: _Chunks, precision: str
 ) -> tuple[Float32[Array, "n B G R c V"], Float32[Array, "B G R K V"]]:
+    weighted = functools.partial(einsum, "bgrij,bgrjv->bgriv", precision=precision)
+
     def body(s, now):
         c = now.v.shape[-2]
-        read = _einsum("bgck,bgrkv->bgrcv", now.keys_and_queries, s)
+        read = einsum("bgck,bgrkv->bgrcv", now.keys_and_queries, s, precision=precision)
         read = read * jnp.concatenate([now.decay_in] * 2, axis=-1)[..., None]
-        u = _matmul(now.solve, now.beta[..., None] * (now.v - read[..., :c, :]))
-        o = read[..., c:, :] + _matmul(now.scores, u)
-        written = _sum_of_writes(now.keys_and_queries[..., :c, :], now.decay_out[..., None] * u)
+        u = weighted(now.solve, now.beta[..., None] * (now.v - read[..., :c, :]))
+        o = read[..., c:, :] + weighted(now.scores, u)
+        written = _sum_of_writes(now.keys_and_queries[..., :c, :], now.decay_out[..., None] * u, precision)
         return now.decay_in[..., -1, None, None] * s + written, o
 
     s, o = lax.scan(body, s, chunks)
     return o, s
 
 
-def _sum_of_writes(k: Float32[Array, "B G c K"], u: Float32[Array, "B G R c V"]) -> Float32[Array, "B G R K V"]:
+def _sum_of_writes(
+    k: Float32[Array, "B G c K"], u: Float32[Array, "B G R c V"], precision: str
+) -> Float32[Array, "B G R K V"]:
     """sum_j k_j u_jᵀ, in partial sums of `_WRITES` consecutive tokens.
 
     Where keys are alike, each write takes back most of the one before. Sums in the order of the tokens, as in the
     serial form, then stay small; a matrix product adds in an order of its own, in which they grow and are rounded more.
     """
     k, u = (_split(jnp.moveaxis(x, -2, 0), _WRITES) for x in (k, u))
-    return jnp.sum(_einsum("mcbgk,mcbgrv->mbgrkv", k, u), axis=0)
+    return jnp.sum(einsum("mcbgk,mcbgrv->mbgrkv", k, u, precision=precision), axis=0)
 
 
 def _segment_sums(g: Float32[Array, "... c"]) -> Float32[Array, "... c c"]:
@@ -210,14 +236,16 @@ def _unit_lower_inverse(a: Float32[Array, "... c c"]) -> Float32[Array, "... c c
     """
     c = a.shape[-1]
     index = jnp.arange(c, dtype=jnp.int32)
+    multiply = functools.partial(einsum, "...ij,...jk->...ik")
 
-    def double(inverse, width):
-        row, column = index[:, None] // width, index[None] // width
-        below = jnp.where(_leading((row == column + 1) & (row % 2 == 1), a), a, 0.0)
-        return inverse - _matmul(inverse, _matmul(below, inverse)), None
+    def double(inverse, level):
+        block = index >> level  # of width 2^level
+        row, column = block[:, None], block[None]
+        below = jnp.where(_leading((row == column + 1) & (row & 1 == 1), a), a, 0.0)
+        return inverse - multiply(inverse, multiply(below, inverse)), None
 
-    widths = 2 ** jnp.arange((c - 1).bit_length(), dtype=jnp.int32)
-    return lax.scan(double, jnp.broadcast_to(jnp.eye(c, dtype=jnp.float32), a.shape), widths)[0]
+    levels = jnp.arange((c - 1).bit_length(), dtype=jnp.int32)
+    return lax.scan(double, jnp.broadcast_to(jnp.eye(c, dtype=jnp.float32), a.shape), levels)[0]
 
 
 def _reach_of_non_finite(

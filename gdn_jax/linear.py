@@ -1,4 +1,4 @@
-"""Projections in float32: y = W x, summed in groups of 32 columns."""
+"""Projections y = W x in float32, summed on two levels; and of many rows, of which one form rounds to bfloat16."""
 
 import functools
 import operator
@@ -7,11 +7,16 @@ import jax.numpy as jnp
 
 from gdn_jax.axes import Array, BFloat16, Float32
 from gdn_jax.fence import fence
+from gdn_jax.products import einsum
 
-__all__ = ["GROUP", "project"]
+__all__ = ["BLOCK", "GROUP", "project", "project_rounded", "project_rows"]
 
 GROUP = 32
 """Columns per partial sum; also the columns that share one scale in 4-bit weights."""
+
+
+BLOCK = 256
+"""Columns per matrix product of many rows."""
 
 
 def project(w: Float32[Array, "O I"] | BFloat16[Array, "O I"], x: Float32[Array, "B I"]) -> Float32[Array, "B O"]:
@@ -35,3 +40,28 @@ def project(w: Float32[Array, "O I"] | BFloat16[Array, "O I"], x: Float32[Array,
     if whole < columns:
         parts.append(jnp.sum(w[None, :, whole:] * x[:, None, whole:], axis=-1))
     return functools.reduce(operator.add, parts)
+
+
+def project_rows(w: Float32[Array, "O I"] | BFloat16[Array, "O I"], x: Float32[Array, "M I"]) -> Float32[Array, "M O"]:
+    """`project` for many rows: matrix products over 256 columns each, whose results are added up.
+
+    Multiply-and-add would read all of W for every row. The products are float32 on every device, and two levels of sums
+    keep the error near that of `project`. Holds M · O · I / 256 partial sums.
+    """
+    w = w.astype(jnp.float32)
+    columns = x.shape[-1]
+    whole = columns - columns % BLOCK
+    parts = []
+    if whole:
+        w_blocks, x_blocks = (array[:, :whole].reshape(-1, whole // BLOCK, BLOCK) for array in (w, x))
+        parts.append(jnp.sum(fence(einsum("mgi,ogi->gmo", x_blocks, w_blocks)), axis=0))
+    if whole < columns:
+        parts.append(einsum("mi,oi->mo", x[:, whole:], w[:, whole:]))
+    return functools.reduce(operator.add, parts)
+
+
+def project_rounded(
+    w: Float32[Array, "O I"] | BFloat16[Array, "O I"], x: Float32[Array, "M I"]
+) -> Float32[Array, "M O"]:
+    """y = W x of operands rounded to bfloat16, summed in float32: one matrix product for all rows."""
+    return einsum("mi,oi->mo", x, w, precision="bf16")

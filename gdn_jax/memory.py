@@ -1,6 +1,6 @@
 """Device memory of a whole model, part by part, from the abstract shapes of its weights and state; what a card holds.
 
-    total = weights(tier) + state(batch, context, kv dtype) + workspace(batch, context, tier)
+    total = weights(tier) + state(batch, context, kv dtype) + workspace(batch, context, tier, piece)
 
 Weights and state are exact: they are the bytes of the arrays that loading and `init_decoder_state` make. The workspace,
 what the compiled program holds while it runs, is an estimate from above; `workspace_nbytes` says how it is made.
@@ -19,9 +19,11 @@ import jax.numpy as jnp
 
 import checkpoints
 from gdn_jax.decoder.config import DECODERS, DecoderConfig
-from gdn_jax.decoder.generate import new_rows
+from gdn_jax.decoder.generate import LARGEST_PIECE, new_rows
+from gdn_jax.decoder.piece_attention import SLOTS, queries_of_block
 from gdn_jax.decoder.state import decoder_state_shapes
 from gdn_jax.decoder.weights import abstract_decoder
+from gdn_jax.delta import CHUNK
 from gdn_jax.linear import GROUP
 from gdn_jax.q4 import Q4Tensor
 
@@ -50,18 +52,25 @@ _SAMPLING_ARRAYS = 8
 _LAYER_ARRAYS = 16
 # Slots per partial sum of the attention's output; see `decoder.attention`.
 _SLOTS = 64
+# Of a prompt: arrays as wide as a layer's widest intermediate, of the chunks' triangular systems, of a layer's S (eight
+# are partial sums of what a chunk writes), of the scores of a block; and rows of a product that is left to XLA.
+_PIECE_ARRAYS, _SYSTEMS, _STATES, _SCORES, _ROWS = 5, 6, 12, 3, 8
 _UNBOUNDED = 2**31 - 1
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Load:
-    """What is held at once: a model in a tier, and `batch` sequences with room for `context` tokens each."""
+    """What is held at once: a model in a tier, and `batch` sequences with room for `context` tokens each.
+
+    `piece`: of how many tokens of a prompt at once there is to be room for; 0: of none, for steps alone.
+    """
 
     cfg: DecoderConfig
     tier: str = "f32"
     batch: int = 1
     context: int = 4096
     kv_dtype: str = "float32"
+    piece: int = LARGEST_PIECE
 
 
 class Budget(NamedTuple):
@@ -143,22 +152,48 @@ def state_nbytes(load: Load) -> Mapping[str, int]:
 
 
 def workspace_nbytes(load: Load) -> int:
-    """Bytes that a decoding step holds beside weights and state, estimated from above by the larger of two moments.
+    """Bytes held beside weights and state, estimated from above by the largest of three moments.
 
-    A layer: its activations, the attention's scores and shares [B, S, Nq] and partial sums [B, S/64, Nq, Hd]. The
-    head: arrays [B, vocab] of drawing a token. To either come, where products are XLA's (f32, bf16), the partial sums
-    per 32 columns of the widest product.
+    A layer of a step: its activations, the attention's scores and shares [B, S, Nq] and partial sums [B, S/64, Nq, Hd].
+    The head: arrays [B, vocab] of drawing a token. A layer of a prompt, with all tokens of a piece as rows: activations
+    [T·B, widest]; and systems [T·B, H, 64] and copies of S of a GDN layer, or the scores of a block of queries with one
+    of slots, or what the experts of all tokens give. To each come, where products are XLA's (f32, bf16), the partial
+    sums per 32 columns of the widest, and for a prompt copies of it.
     """
-    cfg, batch = load.cfg, load.batch
+    cfg = load.cfg
     shapes = _weight_shapes(cfg, load.tier)
     head = shapes.embed if shapes.head is None else shapes.head
     inside = [matrix for part in (shapes.gdn, shapes.attention, shapes.mlp, shapes.moe) for matrix in _matrices(part)]
     widest = max((max(matrix.shape[-2:]) for matrix in inside), default=cfg.hidden)
-    scores = load.context * cfg.heads if cfg.count("full_attention") else 0
-    attention = 2 * scores + math.ceil(scores / _SLOTS) * cfg.head_dim
-    layer = _LAYER_ARRAYS * widest + attention + max(map(_partial_sums, inside), default=0)
+    sums = max(map(_partial_sums, inside), default=0)
     drawing = _SAMPLING_ARRAYS * cfg.vocab + _partial_sums(head)
-    return 4 * batch * max(layer, drawing)
+    step = 4 * load.batch * max(_step(load, widest) + sums, drawing)
+    if load.piece == 0:
+        return step
+    products = 2 * (
+        4 * _ROWS * sums + max(map(_copied, inside), default=0)
+    )  # an MLP's gate and up are under way at once
+    return max(step, 4 * _piece(load, widest) + products)
+
+
+def _step(load: Load, widest: int) -> int:
+    """Floats of a layer's activations for one token of one sequence."""
+    scores = load.context * load.cfg.heads if load.cfg.count("full_attention") else 0
+    return _LAYER_ARRAYS * widest + 2 * scores + math.ceil(scores / _SLOTS) * load.cfg.head_dim
+
+
+def _piece(load: Load, widest: int) -> int:
+    """Floats of a layer's activations for all tokens of a piece."""
+    cfg, gdn, moe = load.cfg, load.cfg.gdn, load.cfg.moe
+    tokens, parts = min(load.piece, load.context), [0]
+    if gdn is not None:
+        states = _STATES * gdn.key_dim * gdn.value_dim
+        parts.append(gdn.value_heads * (tokens * _SYSTEMS * CHUNK + states))
+    if cfg.count("full_attention"):
+        parts.append(_SCORES * cfg.heads * queries_of_block(tokens, load.batch) * min(load.context, SLOTS))
+    if moe is not None:
+        parts.append(tokens * 2 * moe.experts_per_token * cfg.hidden)
+    return load.batch * (tokens * _PIECE_ARRAYS * widest + max(parts))
 
 
 def largest(fits: Callable[[int], bool], limit: int = _UNBOUNDED) -> int:
@@ -242,7 +277,7 @@ def _row(load: Load, found: Budget, one: Card, most_context: int | None) -> tupl
     def fits(**changed: int) -> bool:
         return budget(dataclasses.replace(load, **changed)).total <= one.usable
 
-    # Without full attention no memory depends on the context.
+    # Without full attention no memory depends on a context that has room for a piece.
     bounded = load.cfg.count("full_attention") > 0
     context = largest(lambda n: fits(context=n), most_context or _UNBOUNDED) if bounded else None
     batch = largest(lambda n: fits(batch=n))
@@ -305,6 +340,12 @@ def _matrices(part: Any) -> list[Any]:
 def _partial_sums(matrix: Any) -> int:
     """Partial sums per sequence of a product that is left to XLA."""
     return 0 if _is_q4(matrix) else matrix.shape[-2] * math.ceil(matrix.shape[-1] / GROUP)
+
+
+def _copied(matrix: Any) -> int:
+    """Bytes of a matrix in its own form and in float32, copied for a product of rows that is left to XLA."""
+    size = matrix.shape[-2] * matrix.shape[-1]
+    return 0 if _is_q4(matrix) else size * (4 + matrix.dtype.itemsize)
 
 
 def _is_q4(leaf: Any) -> bool:

@@ -21,11 +21,14 @@ from gdn_jax.fence import fence
 from gdn_jax.gates import log_decay, write_strength
 from gdn_jax.limbs import LIMBS, group_digits, q4_matvec
 from gdn_jax.norms import QK_EPS, rms_norm
-from gdn_jax.q4 import Q4Tensor
+from gdn_jax.products import einsum
+from gdn_jax.q4 import Q4Tensor, dequantize
+from gdn_jax.rules import with_rules
 from pallas_kernels import attend as attend_kernels
+from pallas_kernels import delta_chunk as chunk_kernels
 from pallas_kernels import delta_step as delta_kernels
 from pallas_kernels import limbs as limb_kernels
-from pallas_kernels import project_in, q4_gemv
+from pallas_kernels import project_in, q4_gemm, q4_gemv
 from pallas_kernels.bandwidth import copy as bandwidth_copy
 from pallas_kernels.bandwidth import read as bandwidth_read
 from pallas_kernels.delta_step import LayerStep
@@ -35,6 +38,7 @@ __all__ = [
     "IMPLEMENTATIONS",
     "OPERATIONS",
     "PRECISIONS",
+    "PROMPT_PRECISIONS",
     "Activations",
     "Choice",
     "add_and_norm",
@@ -47,9 +51,12 @@ __all__ = [
     "check_products",
     "choose",
     "choose_attend",
+    "choose_delta_chunks",
     "choose_delta_layer",
     "choose_layer_input",
     "choose_product",
+    "choose_rows",
+    "delta_chunks",
     "delta_layer",
     "delta_step",
     "dense",
@@ -58,15 +65,28 @@ __all__ = [
     "layer_input",
     "project",
     "project_many",
+    "project_rows",
     "with_limbs",
 ]
 
 IMPLEMENTATIONS = ("xla", "mosaic", "triton", "interpret")
 PRECISIONS = {"f32": ("exact",), "q4": ("exact", "q8")}
-"""Tier of the large projections -> the precisions it has."""
-OPERATIONS = ("project", "layer_input", "delta_layer", "attend")
+"""Tier of the large projections -> the precisions that a step has."""
+PROMPT_PRECISIONS = {tier: (*names, "bf16") for tier, names in PRECISIONS.items()}
+"""The same for all tokens of a prompt at once, where products are of many rows."""
+OPERATIONS = ("project", "layer_input", "delta_layer", "attend", "project_rows", "delta_chunks")
 
 type Matrix = Array | Q4Tensor
+
+# Rows of one launch or loop step of `project_rows`, and the floats of their partial sums that may be more where a
+# matrix is small: a loop has its price, too.
+_ROWS = 8
+_PARTIAL_SUMS = 1 << 21
+_FEW_ROWS = 16
+"""Rows up to which two launches of the kernel for few take no longer than one of the kernel for many: both read the
+weights at least once, and the latter does three products (q4_gemm-h200.jsonl, bench-gemv-h200.jsonl)."""
+_PIECES = {"exact": 3, "bf16": 1}
+"""Precision -> bfloat16 pieces of x in the kernel for many rows."""
 
 
 class Activations(NamedTuple):
@@ -133,6 +153,8 @@ def implementation_report() -> tuple[Choice, ...]:
         choose("layer_input", None, _objections(project_in.supported, 48, 10240, 6144, 5120, 1, 3)),
         choose("delta_layer", None, _objections(delta_kernels.supported, state)),
         choose("attend", None, _objections(attend_kernels.supported, cache, 24)),
+        choose("project_rows", None, {"mosaic": q4_gemm.supported([(48, 16384, 5120)], 512, _PIECES["exact"])}),
+        choose_delta_chunks(jax.ShapeDtypeStruct((512, 1, 48, 128), jnp.float32), 16, 128, "exact", None),
     )
 
 
@@ -148,15 +170,19 @@ def _product_objections(shapes: list[tuple[int, int, int]], batch: int, limbs: i
     return {preferred: forms.pop(preferred), **forms, "interpret": interpreted}
 
 
-def check_precision(precision: str, tier: str) -> None:
-    """Refuse a precision that the tier does not have: exact for both; q8 (8-bit activations) for 4-bit weights.
+def check_precision(precision: str, tier: str, precisions: Mapping[str, tuple[str, ...]] = PRECISIONS) -> None:
+    """Refuse a precision that the tier does not have, in a step or, with `PROMPT_PRECISIONS`, in a prompt.
+
+    Both tiers have "exact", 4-bit weights "q8" (activations of 8 bits), and prompts "bf16" (bfloat16 operands).
 
     Raises:
         UnsupportedError: naming what there is.
     """
-    if precision not in PRECISIONS[tier]:
+    if precision not in precisions[tier]:
+        hint = f"; {precision} is for prompts" if precision in PROMPT_PRECISIONS[tier] else ""
         raise UnsupportedError(
-            f"precision must be one of {', '.join(PRECISIONS[tier])} for weights of tier {tier!r}, got {precision!r}"
+            f"precision must be one of {', '.join(precisions[tier])} for weights of tier {tier!r}, got "
+            f"{precision!r}{hint}"
         )
 
 
@@ -273,9 +299,14 @@ def choose_product(
     matrices: Sequence[Q4Tensor], x_shape: tuple[int, ...], precision: str, implementation: str | None
 ) -> Choice:
     """The implementation of the products of 4-bit matrices with x [B, I]."""
-    shapes = [(math.prod(w.shape[:-2]), w.shape[-2], w.shape[-1]) for w in matrices]
+    shapes = [_stacked_shape(w) for w in matrices]
     batch = min(x_shape[0], q4_gemv.MAX_BATCH)
     return choose("project", implementation, _product_objections(shapes, batch, LIMBS[precision]))
+
+
+def _stacked_shape(w: Q4Tensor) -> tuple[int, int, int]:
+    """[L, N, I] of a stack, or of a matrix as a stack of one."""
+    return (math.prod(w.shape[:-2]), w.shape[-2], w.shape[-1])
 
 
 def check_products(large: Any, precision: str, implementation: str | None) -> None:
@@ -289,6 +320,96 @@ def check_products(large: Any, precision: str, implementation: str | None) -> No
             choose_product([w], (1, w.shape[-1]), precision, implementation)
 
 
+def project_rows(
+    matrices: Sequence[Matrix],
+    x: Float32[Array, "M I"],
+    *,
+    precision: str,
+    implementation: str | None,
+    layer: Int32[Array, ""] | None = None,
+) -> tuple[Float32[Array, "M O"], ...]:
+    """y_m = W_m x as `project_many`, for the many rows of a prompt: what is held beside them does not grow with M.
+
+    "bf16" rounds x to bfloat16, and matrices in float32 too, and sums in float32. 4-bit weights stay exact. Their
+    products with many rows go to a kernel of their own, which takes x in bfloat16 pieces: one, or three for all of its
+    digits.
+
+    Raises:
+        UnsupportedError: a named implementation that cannot do it.
+    """
+    choice = choose_rows(matrices, x.shape[0], precision, implementation)
+    by_xla = functools.partial(_rows_by_xla, precision=precision)
+    if choice.implementation == "xla":
+        return by_xla(tuple(matrices), x, layer)
+    by_kernel = functools.partial(_rows_by_kernel, precision=precision, implementation=choice.implementation)
+    return with_rules(by_kernel, by_xla, implementation)(tuple(matrices), x, layer)
+
+
+def choose_rows(matrices: Sequence[Matrix], rows: int, precision: str, implementation: str | None) -> Choice:
+    """The implementation of `project_rows` for so many rows."""
+    packed = [w for w in matrices if isinstance(w, Q4Tensor)]
+    if not packed:
+        return Choice("project_rows", "xla", "the kernels take 4-bit matrices")
+    objection = _many_rows_objection(packed, rows, precision)
+    if precision == "bf16":
+        objections = {"mosaic": objection} | dict.fromkeys(("triton", "interpret"), "its products have 8 or 24 bits")
+        return choose("project_rows", implementation, objections)
+    if objection is None and implementation in (None, "mosaic"):
+        return Choice("project_rows", "mosaic", "the kernel for many rows takes this request on this device")
+    return choose_product(packed, (min(rows, _ROWS), packed[0].shape[-1]), precision, implementation)
+
+
+def _many_rows_objection(packed: Sequence[Q4Tensor], rows: int, precision: str) -> str | None:
+    """Why the kernel for many rows does not take these matrices, or should not; None: it does."""
+    if precision not in _PIECES:
+        return f"the kernel for many rows has no precision {precision!r}"
+    if precision == "exact" and rows <= _FEW_ROWS:
+        return f"up to {_FEW_ROWS} rows are faster {_ROWS} at a time"
+    return q4_gemm.supported([_stacked_shape(w) for w in packed], rows, _PIECES[precision])
+
+
+def _rows_by_kernel(matrices, x, layer, *, precision, implementation):
+    packed = [w for w in matrices if isinstance(w, Q4Tensor)]
+    if implementation == "mosaic" and _many_rows_objection(packed, x.shape[0], precision) is None:
+        at = _index(0 if layer is None else layer)
+        products = iter(q4_gemm.q4_gemm(_stacks(packed, layer), x, at, pieces=_PIECES[precision]))
+        return tuple(
+            next(products) if isinstance(w, Q4Tensor) else _rows_of_one(_taken(w, layer), x, precision)
+            for w in matrices
+        )
+
+    def multiply(rows):
+        return project_many(matrices, rows, precision=precision, implementation=implementation, layer=layer)
+
+    return _in_batches(multiply, x, _ROWS)
+
+
+def _rows_by_xla(matrices, x, layer, *, precision):
+    return tuple(_rows_of_one(_taken(w, layer), x, precision) for w in matrices)
+
+
+def _rows_of_one(w: Matrix, x: Array, precision: str) -> Array:
+    if precision == "bf16":
+        if not isinstance(w, Q4Tensor):
+            return linear.project_rounded(w, x)
+        rounded = x.astype(jnp.bfloat16).astype(jnp.float32)
+        return einsum("mi,ni->mn", rounded, dequantize(w))
+    if isinstance(w, Q4Tensor):
+        return q4_matvec(w, x, precision=precision)  # which goes by rows itself
+    sums = w.shape[-2] * math.ceil(w.shape[-1] / linear.BLOCK)
+    return _in_batches(lambda rows: linear.project_rows(w, rows), x, max(_ROWS, _PARTIAL_SUMS // sums))
+
+
+def _in_batches(function: Callable[[Array], Any], x: Float32[Array, "M I"], size: int) -> Any:
+    """`function` of all rows of x, `size` of them at a time."""
+    count, columns = x.shape
+    if count <= size:
+        return function(x)
+    batches = jnp.pad(x, ((0, -count % size), (0, 0))).reshape(-1, size, columns)
+    found = lax.map(function, batches)
+    return jax.tree.map(lambda y: y.reshape(-1, y.shape[-1])[:count], found)
+
+
 def _project_by_xla(w: Matrix, x: Array, precision: str) -> Array:
     return q4_matvec(w, x, precision=precision) if isinstance(w, Q4Tensor) else linear.project(w, x)
 
@@ -300,12 +421,16 @@ def _taken(w: Matrix, layer: Array | None) -> Matrix:
     return jax.tree.map(lambda leaf: lax.dynamic_index_in_dim(leaf, layer, 0, keepdims=False), w)
 
 
+def _stacks(matrices: Sequence[Q4Tensor], layer: Array | None) -> list[tuple[Array, Array]]:
+    """Codes and scales as kernels take them, with an axis of layers in any case."""
+    return [(w.codes, w.scales) if layer is not None else (w.codes[None], w.scales[None]) for w in matrices]
+
+
 def _products(matrices, digits, scales, layer, implementation) -> tuple[Array, ...]:
     """4-bit products with limbs, rows in batches that the kernel takes."""
-    operands = [(w.codes, w.scales) if layer is not None else (w.codes[None], w.scales[None]) for w in matrices]
     launch = functools.partial(
         q4_gemv.q4_gemv,
-        operands,
+        _stacks(matrices, layer),
         layer=_index(0 if layer is None else layer),
         backend="mosaic" if implementation == "mosaic" else "triton",
         interpret=implementation == "interpret",
@@ -371,6 +496,43 @@ def layer_input(
 def choose_delta_layer(state: Any, implementation: str | None) -> Choice:
     """The implementation of the delta rule with both norms, for S [L, B, H, K, V] (anything with a shape)."""
     return choose("delta_layer", implementation, _objections(delta_kernels.supported, state))
+
+
+def choose_delta_chunks(v: Any, key_heads: int, key_dim: int, precision: str, implementation: str | None) -> Choice:
+    """The implementation of the delta rule over all tokens of v [T, B, H, V] (anything with a shape)."""
+    tokens, batch, heads, value_dim = v.shape
+    sizes = batch, tokens, key_heads, heads, key_dim, value_dim, _chunk_precision(precision)
+    objections = {name: chunk_kernels.supported(*sizes, backend=name) for name in ("mosaic", "triton")}
+    objections["interpret"] = chunk_kernels.supported(*sizes, interpret=True)
+    return choose("delta_chunks", implementation, objections)
+
+
+def delta_chunks(
+    s: Float32[Array, "B H K V"],
+    q: Float32[Array, "T B G K"],
+    k: Float32[Array, "T B G K"],
+    v: Float32[Array, "T B H V"],
+    beta: Float32[Array, "T B H"],
+    g: Float32[Array, "T B H"],
+    *,
+    precision: str,
+    implementation: str | None,
+) -> tuple[Float32[Array, "T B H V"], Float32[Array, "B H K V"]]:
+    """`delta.clean_chunks`, by the kernel where it takes them; "q8" concerns the layer's products alone."""
+    precision = _chunk_precision(precision)
+    choice = choose_delta_chunks(v, q.shape[2], q.shape[3], precision, implementation).implementation
+    by_xla = functools.partial(delta.clean_chunks, precision=precision)
+    if choice == "xla":
+        return by_xla(s, q, k, v, beta, g)
+    interpret = choice == "interpret"
+    by_kernel = functools.partial(
+        chunk_kernels.delta_chunk, precision=precision, backend=None if interpret else choice, interpret=interpret
+    )
+    return with_rules(by_kernel, by_xla, implementation)(s, q, k, v, beta, g)
+
+
+def _chunk_precision(precision: str) -> str:
+    return precision if precision in chunk_kernels.PRECISIONS else "exact"
 
 
 def delta_layer(

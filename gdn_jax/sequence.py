@@ -3,13 +3,12 @@
 import functools
 import operator
 import typing
-from collections.abc import Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jax.core import Tracer
 
 from gdn_jax import ops
@@ -20,14 +19,11 @@ from gdn_jax.delta import delta_chunk, first_tokens, valid_tokens
 from gdn_jax.fence import fence
 from gdn_jax.gates import log_decay, write_strength
 from gdn_jax.norms import gated_rms_norm, l2_normalise
-from gdn_jax.slot import run_on_slot, with_rules
+from gdn_jax.slot import run_on_slot
 from gdn_jax.state import GdnState
-from gdn_jax.weights import GdnWeights
+from gdn_jax.weights import GdnStack, GdnWeights
 
-__all__ = ["prefill"]
-
-_ROWS = 8
-"""Tokens per product: what the kernels take in one launch, and 80 MB of partial sums for 27B in float32."""
+__all__ = ["prefill", "unchecked_prefill"]
 
 
 @typing.no_type_check
@@ -62,21 +58,23 @@ def prefill(
         jax.jit(gdn.prefill, static_argnames=("cfg", "precision", "implementation"), donate_argnames=("state",))
 
     `implementation` chooses the products with 4-bit weights, as for `step`; a name that `step` refuses is refused. The
-    chunks and float32 products are plain XLA under every name. Weights, `layer` and `precision` as for `step`.
+    chunks and float32 products are plain XLA under every name. Weights and `layer` as for `step`, `precision` too; and
+    it may be "bf16": products of operands rounded to bfloat16 and summed in float32, but for 4-bit weights, which stay
+    exact, and b and a. S, the history, gates and norms are float32 in every precision.
 
     Raises:
         ValueError: as `step`; `lengths` or `segment_ids` of a wrong shape; lengths outside 0 … T (traced, they count as
         the nearer end). TypeError: as `step`; `lengths` or `segment_ids` that are not integers. StateMismatchError,
         UnsupportedError: as `step`.
     """
-    check_request(w, state, xs, "T B D", cfg, layer, precision, implementation)
+    check_request(w, state, xs, "T B D", cfg, layer, precision, implementation, precisions=ops.PROMPT_PRECISIONS)
     tokens, batch = xs.shape[:2]
     lengths = _check_lengths(lengths, tokens, batch)
     segment_ids = _check_integers("segment_ids", segment_ids, "T B", (tokens, batch))
-    return _prefill(w, state, xs, cfg, layer, lengths, segment_ids, precision, implementation)
+    return unchecked_prefill(w, state, xs, cfg, layer, lengths, segment_ids, precision, implementation)
 
 
-def _prefill(
+def unchecked_prefill(
     w: Any,
     state: GdnState,
     xs: Float32[Array, "T B D"],
@@ -87,12 +85,24 @@ def _prefill(
     precision: str,
     implementation: str | None,
 ) -> tuple[Float32[Array, "T B D"], GdnState]:
+    """`prefill` without its checks, for callers within the library that have made them."""
     if ops.choose_delta_layer(state.S, implementation).implementation == "xla":
         implementation = "xla"
+    how = {"precision": precision, "implementation": implementation}
 
     def all_tokens(slot, xs, lengths, segment_ids):
-        ops.check_products(slot.weights.large, precision, implementation)
-        ys, carry = _advance(slot.weights, slot.carry, xs, lengths, segment_ids, cfg, precision, implementation)
+        # Of a stack the products read their layer where it lies.
+        stacked = isinstance(w, GdnStack)
+        large = w.layers.large if stacked else slot.weights.large
+        project = functools.partial(_project, layer=slot.at if stacked else None, **how)
+        rule = functools.partial(
+            delta_chunk,
+            lengths=lengths,
+            segment_ids=segment_ids,
+            precision=precision,
+            form=functools.partial(ops.delta_chunks, implementation=implementation),
+        )
+        ys, carry = _advance(slot.weights, large, slot.carry, xs, lengths, segment_ids, cfg, project, rule)
         return slot.finish(carry, ys)
 
     # The slot is XLA's whatever carries out the products, since the chunks are.
@@ -101,24 +111,28 @@ def _prefill(
 
 def _advance(
     w: GdnWeights,
+    large: Any,
     carry: tuple[Float32[Array, "B H K V"], Float32[Array, "B P C"]],
     xs: Float32[Array, "T B D"],
     lengths: Int32[Array, "B"] | None,
     segment_ids: Int32[Array, "T B"] | None,
     cfg: GdnConfig,
-    precision: str,
-    implementation: str | None,
+    project: Callable[..., list[Array]],
+    rule: Callable[..., tuple[Array, Array]],
 ) -> tuple[Float32[Array, "T B D"], tuple[Float32[Array, "B H K V"], Float32[Array, "B P C"]]]:
-    """The seven steps for all tokens, stage by stage behind fences, as in `stages.advance`."""
+    """The seven steps for all tokens, stage by stage behind fences, as in `stages.advance`.
+
+    `project(matrices, xs)` multiplies with the `large` matrices, which may be stacked; w is one layer's. `rule` is
+    `delta_chunk` of this sequence.
+    """
     tokens, batch, _ = xs.shape
     if tokens == 0:
         return xs, carry
     # Zeroed at both ends: what padding holds, NaN included, reaches no gradient either.
     s, history, xs = fence((*carry, _without_padding(xs, lengths)))
-    project = functools.partial(_project_all, precision=precision, implementation=implementation)
     with jax.named_scope("project_in"):
-        xc, z = project((w.large.qkv, w.large.z), xs)
-        b, a = _project_all((w.b, w.a), xs, precision="exact", implementation="xla")
+        xc, z = project((large.qkv, large.z), xs)
+        b, a = _project((w.b, w.a), xs, precision="exact", implementation="xla")
         xc, z, b, a = fence((xc, z.reshape(tokens, batch, cfg.value_heads, cfg.value_dim), b, a))
     with jax.named_scope("gates"):
         beta, g = fence((write_strength(b), log_decay(a, w.dt_bias, w.A_log)))
@@ -129,11 +143,11 @@ def _advance(
         q, k = (l2_normalise(heads.reshape(tokens, batch, cfg.key_heads, cfg.key_dim)) for heads in (q, k))
         q, k = fence((q * jnp.float32(cfg.key_dim**-0.5), k))
     with jax.named_scope("delta_rule"):
-        on, s = fence(delta_chunk(s, q, k, v.reshape(z.shape), beta, g, lengths=lengths, segment_ids=segment_ids))
+        on, s = fence(rule(s, q, k, v.reshape(z.shape), beta, g))
     with jax.named_scope("gated_norm"):
         onn = fence(gated_rms_norm(on, w.norm, z, cfg.norm_eps))
     with jax.named_scope("project_out"):
-        [ys] = project((w.large.out,), onn.reshape(tokens, batch, cfg.value_channels))
+        [ys] = project((large.out,), onn.reshape(tokens, batch, cfg.value_channels))
     return _without_padding(ys, lengths), (s, history)
 
 
@@ -144,22 +158,10 @@ def _without_padding(xs: Float32[Array, "T B D"], lengths: Int32[Array, "B"] | N
     return jnp.where(valid_tokens(lengths, *xs.shape[:2])[:, :, None], xs, 0.0)
 
 
-def _project_all(
-    matrices: Sequence[Any], xs: Float32[Array, "T B I"], *, precision: str, implementation: str | None
-) -> list[Float32[Array, "T B O"]]:
-    """Products with every token of every row, `_ROWS` of them at a time."""
-    rows = xs.reshape(-1, xs.shape[-1])
-    count, columns = rows.shape
-    size = min(count, _ROWS)
-    batches = jnp.pad(rows, ((0, -count % size), (0, 0))).reshape(-1, size, columns)
-
-    def by(implementation):
-        multiply = functools.partial(ops.project_many, precision=precision, implementation=implementation)
-        return lambda matrices, batches: lax.map(lambda rows: multiply(matrices, rows), batches)
-
-    products = by("xla") if implementation == "xla" else with_rules(by(implementation), by("xla"), implementation)
-    found = products(tuple(matrices), batches)
-    return [y.reshape(-1, y.shape[-1])[:count].reshape(*xs.shape[:2], -1) for y in found]
+def _project(matrices: tuple[Any, ...], xs: Float32[Array, "T B I"], **how: Any) -> list[Float32[Array, "T B O"]]:
+    """Products with every token of every row."""
+    found = ops.project_rows(matrices, xs.reshape(-1, xs.shape[-1]), **how)
+    return [y.reshape(*xs.shape[:2], -1) for y in found]
 
 
 def _convolve(

@@ -14,13 +14,13 @@ from jax.core import Tracer
 from gdn_jax import ops
 from gdn_jax.axes import Array, Int32
 from gdn_jax.config import GdnConfig
-from gdn_jax.errors import UnsupportedError
 from gdn_jax.launches import advance_in_place
+from gdn_jax.rules import with_rules
 from gdn_jax.stages import Stages, advance_active
 from gdn_jax.state import GdnState
 from gdn_jax.weights import GdnStack, GdnWeights
 
-__all__ = ["run_on_slot", "with_rules"]
+__all__ = ["run_on_slot"]
 
 
 def run_on_slot(
@@ -54,38 +54,6 @@ def run_on_slot(
         return program(_Sliced.take(w, state, layer, cfg, precision), *operands)
 
     return with_rules(by_kernels, by_xla, implementation)(w, state, jnp.asarray(layer, jnp.int32), operands)
-
-
-def with_rules(by_kernels: Callable[..., Any], by_xla: Callable[..., Any], name: str | None) -> Callable[..., Any]:
-    """`by_kernels`, giving way to `by_xla` under `grad` and `vmap`; or refusing them if asked for by name."""
-
-    def refuse(transformation):
-        if name is not None:
-            raise UnsupportedError(
-                f"implementation={name!r} has no rule for {transformation}; use 'xla', or None to have it chosen"
-            )
-
-    @jax.custom_batching.custom_vmap
-    def batchable(*operands):
-        return by_kernels(*operands)
-
-    @batchable.def_vmap
-    def _batched(size, batched, *operands):
-        refuse("vmap")
-        axes = jax.tree.map(lambda is_batched: 0 if is_batched else None, batched)
-        out = jax.vmap(by_xla, in_axes=tuple(axes), axis_size=size)(*operands)
-        return out, jax.tree.map(lambda _: True, out)
-
-    @jax.custom_vjp
-    def differentiable(*operands):
-        return batchable(*operands)
-
-    def forward(*operands):
-        refuse("derivatives")
-        return jax.vjp(by_xla, *operands)
-
-    differentiable.defvjp(forward, lambda vjp, cotangent: vjp(cotangent))
-    return differentiable
 
 
 class _Sliced(NamedTuple):

@@ -19,6 +19,7 @@ from gdn_jax.bench import (
     ceiling,
     delta,
     gate,
+    gemm,
     gemv,
     layer,
     naming,
@@ -105,6 +106,65 @@ def test_gemv_with_everything(capsys, tmp_path, monkeypatch, known_ceiling):
 
 
 @on_cpu
+def test_gemm(capsys, tmp_path, known_ceiling):
+    lines = tmp_path / "rows.jsonl"
+    status, out, _ = run(capsys, "gemm", "--shapes", "37x64", "--batch", 5, "--peers", "--jsonl", lines)
+    rows = [json.loads(line) for line in lines.read_text().splitlines()]
+    assert status == 0
+    assert "TFLOP/s" in out
+    named = [(row["implementation"], row["precision"], row["is_peer"]) for row in rows]
+    ours = [("xla", "bf16", False), ("xla", "exact", False)]
+    assert named == [*ours, ("xla int4", "bf16", True), ("xla dense", "bf16", True)]
+    q4, beside = 37 * 64 * 9 // 16, 4 * 5 * (37 + 64)
+    assert [row["nbytes"] - beside for row in rows] == [q4, q4, q4, 2 * 37 * 64]
+    for row in rows:
+        assert 1e-5 < row["max_rel"] <= row["bound"] or row["precision"] == "exact"
+        assert row["tflop_per_s"] == pytest.approx(2 * 37 * 64 * 5 / row["us"] / 1e6)
+        assert row["weights_gb_per_s"] == pytest.approx(q4 / row["us"] / 1e3)
+        assert row["fraction_of_bf16"] is None  # of a CPU nobody has said what it should be
+    assert rows[1]["max_rel"] < 1e-6
+
+
+@on_cpu
+@pytest.mark.parametrize("precision", ["bf16", "exact"])
+def test_many_rows_that_are_wrong_are_not_timed(capsys, monkeypatch, known_ceiling, precision):
+    """One output of the last of the rows, of the last layer."""
+    right = ops.project_rows
+
+    def wrong(matrices, x, *, layer, **options):
+        [y] = right(matrices, x, layer=layer, **options)
+        return (y.at[-1, -1].add(jnp.where(layer == 1, jnp.max(jnp.abs(y)), jnp.float32(0)) / 8),)
+
+    monkeypatch.setattr(ops, "project_rows", wrong)
+    monkeypatch.setattr(timing, "program", None)  # timing it would fail
+    status, out, _ = run(capsys, "gemm", "--shapes", "48x96", "--batch", 7, "--precision", precision)
+    assert status == 1
+    assert "not timed: wrong result" in out
+
+
+def test_rates_of_many_rows(monkeypatch):
+    """A product of 2 · 512 · 34816 · 5120 FLOP in 400 µs on a card whose units could do it in 184.6."""
+    device = type("Device", (), {"device_kind": "NVIDIA H200"})
+    monkeypatch.setattr(jax, "devices", lambda: [device])
+    row = Row(subject="gemm", case="", batch=512, implementation="mosaic", precision="bf16", nbytes=0)
+    timed = dataclasses.replace(row, timing=Timing(400.0, 399.0, 401.0, 402.0, 128, 9))
+    case = peers.Product(34816, 5120, 512)
+    found = gemm.with_rates(timed, case)
+    assert found.details["tflop_per_s"] == pytest.approx(456.34, rel=1e-4)
+    assert found.details["fraction_of_bf16"] == pytest.approx(184.57 / 400, rel=1e-4)
+    assert found.details["weights_gb_per_s"] == pytest.approx(34816 * 5120 * 0.5625 / 400e3)
+    assert found.note == "456 TFLOP/s, 46% of dense bfloat16"
+    untimed = gemm.with_rates(dataclasses.replace(row, note="not timed: wrong result"), case)
+    assert untimed.note == "not timed: wrong result"
+    assert untimed.details == dict.fromkeys(found.details)
+
+
+def test_a_program_of_long_kernels_has_few_of_them():
+    for batch, kernels in ((16, 344), (2048, 16)):
+        assert gemm._kernels(peers.Product(34816, 5120, batch), 102_000_000, Effort()) == kernels
+
+
+@on_cpu
 def test_ceiling_as_json(capsys, tmp_path):
     plot = tmp_path / "roof.svg"
     status, out, _ = run(capsys, "ceiling", "--json", "--plot", plot, "--seconds", 0.01)
@@ -185,10 +245,12 @@ def test_a_peer_that_fails_is_a_line_and_not_the_end(capsys, monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["ceiling", "--shapes", "32x32"], "--shapes belongs to gemv, not to ceiling"),
-        (["gemv", "--geometry", "qwen3.5-27b"], "--geometry belongs to delta, layer, decode, prefill, not to gemv"),
+        (["ceiling", "--shapes", "32x32"], "--shapes belongs to gemv, gemm, not to ceiling"),
+        (["gemm", "--precision", "bf16,q8"], "--precision must be exact or bf16 for gemm, got bf16,q8"),
+        (["gemv", "--precision", "bf16"], "--precision must be exact or q8 for gemv, got bf16"),
+        (["gemv", "--geometry", "27b"], "--geometry belongs to delta, chunk, layer, decode, prefill, not to gemv"),
         (["delta", "--layers", "2"], "--layers belongs to layer"),
-        (["delta", "--precision", "q8"], "--precision belongs to gemv, layer"),
+        (["delta", "--precision", "q8"], "--precision belongs to gemv, gemm, chunk, layer"),
         (["ceiling", "--batch", "1"], "--batch belongs to"),
         (["gemv", "--plot", "/nonexistent/roof.png"], "--plot must name a file in an existing folder"),
         (["gemv", "--jsonl", "."], "--jsonl must name a file in an existing folder"),
@@ -209,13 +271,13 @@ def test_a_request_that_cannot_be_met_is_status_2_with_a_reason(capsys, known_ce
     "arguments",
     [
         [],
-        ["gemm"],
+        ["product"],
         ["gemv", "--shapes", "5120"],
         ["gemv", "--shapes", "16x33"],
         ["gemv", "--shapes", "0x32"],
         ["gemv", "--batch", "1,,2"],
         ["gemv", "--batch", "0"],
-        ["gemv", "--precision", "bf16"],
+        ["gemv", "--precision", "f32"],
         ["gemv", "--precision", "q8,q8"],
         ["gemv", "--seconds", "nan"],
         ["gemv", "--seconds", "-1"],
@@ -291,7 +353,8 @@ def test_the_timed_loop_holds_nothing_but_launches(name):
     request = a_request(cfg=cfg, layers=4, implementation="triton", effort=effort)
     if name == "gemv":
         carry = jax.ShapeDtypeStruct((1, 5120), jnp.float32)
-        step = gemv.product_step(jax.eval_shape(lambda: operands.q4_stack(0, 4, 10240, 5120)), "exact", "triton")
+        w = jax.eval_shape(lambda: operands.q4_stack(0, 4, 10240, 5120))
+        step = gemv.product_step(w, gemv.product_of("exact", "triton"))
     else:
         inputs = jax.eval_shape(lambda: operands.delta_inputs(0, cfg, 1))
         carry = (jax.ShapeDtypeStruct((4, 1, 48, 128, 128), jnp.float32), inputs[2])
@@ -304,7 +367,28 @@ def test_the_timed_loop_holds_nothing_but_launches(name):
     assert memory.temp_size_in_bytes < 2**18
     assert text.count(" custom-call(") == effort.unroll * (2 if name == "gemv" else 1)  # a product has x split first
     assert text.count(" fusion(") == glue.as_text().count(" fusion(")
-    assert [line for line in text.splitlines() if " copy(" in line and "s32[] copy(" not in line] == []
+    assert copies(text) == []
+
+
+def copies(text):
+    """The lines of a program that copy an array."""
+    return [line for line in text.splitlines() if " copy(" in line and "s32[] copy(" not in line]
+
+
+@pytest.mark.deviceless
+@pytest.mark.parametrize(("precision", "pieces"), [("bf16", 1), ("exact", 3)])
+def test_the_timed_loop_over_many_rows_makes_pieces_and_products(precision, pieces):
+    effort, x = Effort(), jax.ShapeDtypeStruct((512, 5120), jnp.float32)
+    w = jax.eval_shape(lambda: operands.q4_stack(0, 4, 10240, 5120))
+    glue = compile_for_h200(timing.program(Step(lambda x, *_: timing.touch(x, x)), 4, 16, effort), x, ())
+    step = gemv.product_step(w, gemm.product_of(precision, "mosaic"))
+    compiled = compile_for_h200(timing.program(step, 4, 16, effort), x, step.operands)
+    memory, text = compiled.memory_analysis(), compiled.as_text()
+    assert memory.alias_size_in_bytes == 4 * 512 * 5120
+    assert memory.temp_size_in_bytes < 2 * pieces * 512 * 5120 + 4 * 512 * 10240 + 2**18
+    assert text.count(" custom-call(") == effort.unroll
+    assert text.count(" fusion(") == glue.as_text().count(" fusion(") + effort.unroll  # x is split in one
+    assert copies(text) == []
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -1,5 +1,7 @@
 """The chunked delta rule against its serial form: in float64, bit by bit where documents meet, and in its gradients."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,7 +13,12 @@ from gdn_jax.evidence.metrics import rms_rel
 from tests.support import tolerances
 from tests.support.cases import assert_same_bits
 
-chunked = jax.jit(delta.delta_chunk, static_argnames="chunk")
+
+@functools.partial(jax.jit, static_argnames=("chunk", "precision"))
+def chunked(*arrays, chunk=delta.CHUNK, **documents):
+    return delta.delta_chunk(*arrays, form=functools.partial(delta.clean_chunks, chunk=chunk), **documents)
+
+
 NAMES = ("s", "q", "k", "v", "beta", "g")
 RESET = -np.inf
 
@@ -90,6 +97,33 @@ def test_keys_alike_and_full_writes():
     check(chunked(*arrays), serial(*arrays), tolerances.CHUNK_ALIKE)
 
 
+@pytest.mark.parametrize("kind", ["mixed", "weak", "strong", "resets", "none", "alike"])
+def test_products_of_operands_rounded_to_bf16(kind):
+    """Decays, the triangular system and S stay float32: the error does not grow with the decay or with resets."""
+    arrays = operands(289, B=1, K=64, V=48, kind=kind)
+    bound = tolerances.CHUNK_BF16_ALIKE if kind == "alike" else tolerances.CHUNK_BF16
+    found, want = chunked(*arrays, precision="bf16"), serial(*arrays)
+    check(found, want, bound)
+    assert rms_rel(found[0], want[0]) > 1e-3
+
+
+def test_another_form_sees_clean_operands_and_its_results_are_spoilt_where_they_must_be():
+    arrays, seen = operands(7, B=2), {}
+    arrays[3][2, 0, 1, 4] = np.nan
+
+    def form(s, *sequences, precision):
+        seen["operands"] = (s, *sequences)
+        return jnp.ones((7, 2, 6, 20)), 2 * jnp.ones_like(s)
+
+    o, s = delta.delta_chunk(*map(jnp.asarray, arrays), lengths=jnp.array([7, 3], jnp.int32), form=form)
+    assert all(np.isfinite(x).all() for x in seen["operands"])
+    assert not any(np.any(np.asarray(x)[3:, 1]) for x in seen["operands"][1:])
+    assert np.isnan(np.asarray(o)[2:, 0, 1, 4]).all()
+    assert np.isnan(np.asarray(s)[0, 1, :, 4]).all()
+    assert np.isnan(o).sum() + np.isnan(s).sum() == 5 + 12
+    assert not np.any(np.asarray(o)[3:, 1])
+
+
 def test_a_very_long_sequence():
     arrays = operands(16384, B=1, G=1, H=2, kind="weak")
     check(chunked(*arrays), serial(*arrays), tolerances.CHUNK)
@@ -144,7 +178,7 @@ def test_no_tokens():
 
 def test_a_chunk_of_none_is_refused():
     with pytest.raises(ValueError, match="chunk must be at least 1, got 0"):
-        delta.delta_chunk(*map(jnp.asarray, operands(1)), chunk=0)
+        delta.clean_chunks(*map(jnp.asarray, operands(1)), chunk=0)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -250,7 +284,7 @@ def weighted(o, s):
 @jax.grad
 def gradient(arrays, lengths, segment_ids):
     """In three chunks."""
-    return weighted(*delta.delta_chunk(*arrays, chunk=8, lengths=lengths, segment_ids=segment_ids))
+    return weighted(*chunked(*arrays, chunk=8, lengths=lengths, segment_ids=segment_ids))
 
 
 @jax.jit

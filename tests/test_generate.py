@@ -16,7 +16,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from gdn_jax import cli
-from gdn_jax.decoder import conversation, generate
+from gdn_jax.decoder import conversation, decoder, generate
 from gdn_jax.decoder.compilation import CompileClock, keep_compiled_programs
 from gdn_jax.decoder.conversation import Conversation
 from gdn_jax.decoder.decoder import Decoder
@@ -242,7 +242,7 @@ def test_prompts_are_padded_to_powers_of_two_and_fed_in_pieces(monkeypatch):
         return real(weights, rows, left, prompts, *rest, **kwargs)
 
     monkeypatch.setattr(generate, "feed", feed)
-    monkeypatch.setattr(generate, "_LARGEST_PIECE", 32)
+    monkeypatch.setattr(generate, "LARGEST_PIECE", 32)
     rng = np.random.default_rng(0)
     long = [rng.integers(0, VOCAB, length).tolist() for length in (50, 3, 32, 33)]
     assert run(long, wanted=5)[0] == [by_hand(prompt, 5) for prompt in long]
@@ -347,7 +347,7 @@ ROOM = 640
 @pytest.fixture
 def one_bucket(monkeypatch):
     monkeypatch.setattr(generate, "_SMALLEST_PIECE", 64)
-    monkeypatch.setattr(generate, "_LARGEST_PIECE", 64)
+    monkeypatch.setattr(generate, "LARGEST_PIECE", 64)
 
 
 @pytest.fixture(scope="module")
@@ -576,6 +576,8 @@ def test_without_a_tokenizer_ids_do_and_text_does_not(free):
         (ValueError, "capacity must be an integer of at least 1, got 0", {"capacity": 0}),
         (ValueError, "kv_dtype must be one of", {"kv_dtype": "int8"}),
         (UnsupportedError, "precision must be one of", {"precision": "q8"}),
+        (UnsupportedError, "one of exact for weights of tier 'f32', got 'bf16'; bf16 is for pr", {"precision": "bf16"}),
+        (UnsupportedError, "precision must be one of exact, bf16 for", {"prompt_precision": "q8"}),
         (ValueError, "tier must be one of", {"tier": "q5"}),
         (CheckpointError, "no tokenizer.json there", {"tokenizer": FIXTURES}),
     ],
@@ -583,6 +585,26 @@ def test_without_a_tokenizer_ids_do_and_text_does_not(free):
 def test_a_model_that_cannot_be_loaded_as_asked_says_why(error, message, settings):
     with pytest.raises(error, match=message):
         Decoder.load(FIXTURES / "qwen3_5-f32", **settings)
+
+
+def test_prompts_have_a_precision_of_their_own(monkeypatch):
+    asked = {}
+
+    def taken(name):
+        def function(*_, precision, **__):
+            asked[name] = precision
+            return jnp.zeros((1, 1)), None
+
+        return function
+
+    for name in ("decode_step", "prefill_tokens"):
+        monkeypatch.setattr(decoder, name, taken(name))
+    model = Decoder.load(FIXTURES / "qwen3_5-f32", prompt_precision="bf16")
+    network = decoder.TextNetwork(model.cfg, model.precision, prompt_precision=model.prompt_precision)
+    ids = jnp.zeros((1, 2), jnp.int32)
+    network.step(None, None, ids[:, 0], ids[:, 0])
+    network.prefill(None, None, ids, ids[:, 0])
+    assert asked == {"decode_step": "exact", "prefill_tokens": "bf16"}
 
 
 def test_what_files_say_is_taken_over(tmp_path, model):
@@ -709,6 +731,7 @@ def test_an_interrupted_text_is_status_130(command, folder, monkeypatch):
         ("belong to a chat template", ["--model", "{folder}", "x", "--raw", "--system", "y"]),
         ("no tokenizer.json there", ["--model", "{fixture}", "x"]),
         ("precision must be one of", ["--model", "{folder}", "x", "--precision", "q8"]),
+        ("precision must be one of exact, bf16", ["--model", "{folder}", "x", "--prompt-precision", "q8"]),
         ("refuses this conversation", ["--model", "{folder}", "x", "--set", "strict=true"]),
     ],
 )

@@ -238,7 +238,7 @@ def test_bad_merges():
         gdn.merge([STATE, gdn.init_state(OTHER, layers=L, batch=B)])
     with refuses(StateMismatchError, "differ: S is"):
         gdn.merge([STATE, gdn.init_state(CFG, layers=L + 1, batch=B)])
-    with refuses(TypeError, "GdnState, got Snapshot"):
+    with refuses(TypeError, r"states\[1\] must be a GdnState or a DecoderState, got Snapshot"):
         gdn.merge([STATE, gdn.snapshot(STATE)])
 
 
@@ -256,7 +256,7 @@ def test_states_of_another_dtype_are_not_promoted():
     "value", [None, 3, (STATE.S, STATE.conv_hist), gdn.snapshot(STATE)], ids=lambda v: type(v).__name__
 )
 def test_what_is_no_state(function, value):
-    with refuses(TypeError, f"state must be a GdnState, got {type(value).__name__}"):
+    with refuses(TypeError, f"state must be a GdnState or a DecoderState, got {type(value).__name__}"):
         function(value)
 
 

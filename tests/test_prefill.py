@@ -13,7 +13,6 @@ import gdn_jax as gdn
 from gdn_jax.errors import UnsupportedError
 from gdn_jax.evidence.metrics import rms_rel
 from gdn_jax.q4 import dequantize, quantize
-from gdn_jax.sequence import _project_all
 from gdn_jax.weights import Q4Projections
 from tests.support import cases, tolerances
 from tests.support.cases import assert_same_bits, error, layers_of, rows_of
@@ -220,18 +219,6 @@ def test_4_bit_weights(packed):
     assert rms_rel(state.S[1], want.S) <= tolerances.PREFILL
 
 
-def test_products_by_the_kernel_are_those_of_xla(packed):
-    """Of more tokens than one launch takes, the last launch in part."""
-    by_kernel, by_xla = (
-        jax.jit(lambda xs, name=name: _project_all((packed.large.z,), xs, precision="exact", implementation=name)[0])(
-            cases.xs_of(Q4_CASE)
-        )
-        for name in ("interpret", "xla")
-    )
-    assert by_kernel.shape == (5, 3, Q4_CASE.cfg.value_channels)
-    assert rms_rel(by_kernel, by_xla) <= tolerances.PREFILL
-
-
 def test_a_stack_with_8_bit_activations(packed):
     """Coarser than exact, and near to its own layer alone: any other layer's output has nothing to do with it."""
     other = jax.tree.map(lambda leaf: leaf[::-1], packed)
@@ -240,6 +227,23 @@ def test_a_stack_with_8_bit_activations(packed):
     assert 1e-3 < rms_rel(q8[0], exact[0]) < 5e-2
     assert rms_rel(q8[1].S[1], exact[1].S[1]) < 5e-2
     assert_same_bits(layers_of(q8[1], [0, 2]), layers_of(exact[1], [0, 2]))
+
+
+def test_bf16_is_near_exact(packed):
+    """4-bit and float32 weights: S, the history, gates and norms stay float32."""
+    for w in (packed, cases.weights(Q4_CASE.cfg)):
+        rounded, exact = (jax.tree.leaves(prefill_q4(w, precision=name)) for name in ("bf16", "exact"))
+        errors = [rms_rel(*pair) for pair in zip(rounded, exact, strict=True)]
+        assert 1e-3 < max(errors) <= tolerances.PREFILL_BF16
+
+
+def test_bf16_is_for_sequences():
+    start, x = cases.start_of(Q4_CASE), cases.xs_of(Q4_CASE)
+    for function, inputs in ((gdn.step, x[0]), (gdn.scan, x), (gdn.trace, x[0])):
+        with pytest.raises(
+            UnsupportedError, match="one of exact for weights of tier 'f32', got 'bf16'; bf16 is for pro"
+        ):
+            function(cases.weights(Q4_CASE.cfg), start, inputs, cfg=Q4_CASE.cfg, precision="bf16")
 
 
 def test_a_tuple_takes_the_member_of_the_layer():

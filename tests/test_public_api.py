@@ -18,7 +18,7 @@ NAMES = {
     *("load_stack", "merge", "reset", "restore", "scan", "select", "snapshot", "state_nbytes", "step", "tap_shapes"),
     *("trace", "DECODERS", "Conversation", "Decoder", "DecoderConfig", "DecoderState", "DecoderWeights"),
     *("GenerateResult", "SamplingParams", "decode_step", "init_decoder_state", "load_decoder", "prefill_tokens"),
-    "prefill",
+    *("prefill", "PrefixCache", "PrefixCacheStats", "fingerprint", "load_state", "resize", "save_state"),
 }
 TABLES = {"GEOMETRIES", "DECODERS"}
 LAYER_FUNCTIONS = (gdn.step, gdn.scan, gdn.trace)

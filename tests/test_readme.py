@@ -14,7 +14,7 @@ BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 
 
 def test_there_is_code_to_run():
-    assert len(BLOCKS) == 1
+    assert len(BLOCKS) == 2
 
 
 @pytest.mark.parametrize("code", BLOCKS)

@@ -15,7 +15,9 @@ README_OF = {
     "ceiling": "bandwidth",
     "gemv": "q4_gemv",
     "batches": "q4_gemv",
+    "gemm": "q4_gemm",
     "delta": "delta_step",
+    "chunk": "delta_chunk",
     "layer": "project_in",
 }
 PICTURE = ("bench-gemv-h200.jsonl", "bench-layer-h200.jsonl")
@@ -29,7 +31,9 @@ def test_tables_of_the_readmes_are_those_of_the_records(name):
     assert f"python -m experiments.tables {name}" in readme
 
 
-@pytest.mark.parametrize("file", [f"bench-{subject}-h200.jsonl" for subject in ("ceiling", "gemv", "delta", "layer")])
+@pytest.mark.parametrize(
+    "file", [f"bench-{subject}-h200.jsonl" for subject in ("ceiling", "gemv", "gemm", "delta", "chunk", "layer")]
+)
 def test_a_recorded_row_is_read_as_it_was_written(file):
     for text in (RESULTS / file).read_text().splitlines():
         line = json.loads(text)

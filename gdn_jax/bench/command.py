@@ -12,12 +12,16 @@ from gdn_jax.arguments import positive
 __all__ = ["add_parser", "run"]
 
 _SUBJECTS = {"ceiling": (), "gemv": ("batch", "shapes", "precision", "implementation")}
+_SUBJECTS |= {"gemm": _SUBJECTS["gemv"]}
 _SUBJECTS |= {"delta": ("batch", "geometry", "implementation")}
+_SUBJECTS |= {"chunk": ("batch", "geometry", "tokens", "precision", "implementation")}
 _SUBJECTS |= {"layer": ("batch", "geometry", "layers", "precision", "implementation")}
 _MODEL = ("batch", "geometry", "precision", "implementation", "tier", "context", "tokens", "kv")
 _SUBJECTS |= {"decode": (*_MODEL, "no_parts"), "prefill": _MODEL}
 """Subject -> the options that choose its cases."""
-_PRECISIONS = ("exact", "q8")
+_PRECISIONS = dict.fromkeys(_SUBJECTS, ("exact", "q8"))
+_PRECISIONS |= {"gemm": ("exact", "bf16"), "chunk": ("exact", "bf16"), "prefill": ("exact", "q8", "bf16")}
+"""Subject -> the precisions that can be asked for."""
 _PLOTS = (".png", ".svg")
 
 
@@ -35,15 +39,28 @@ def add_parser(commands: Any) -> None:
         "subject",
         choices=_SUBJECTS,
         help=(
-            "ceiling: read and copy; gemv: 4-bit products; delta: the delta rule; layer: a whole layer and its parts; "
-            "decode, prefill: a whole model with random weights"
+            "ceiling: read and copy; gemv, gemm: 4-bit products of few and of many rows; delta: a step of the delta "
+            "rule; chunk: the rule over all tokens of sequences (operands as a layer leaves them, in the caches); "
+            "layer: a whole layer and its parts; decode, prefill: a whole model with random weights"
         ),
     )
-    bench.add_argument("--batch", type=_integers, metavar="B[,B…]", help="sequences at once (default 1; delta 1,8,64)")
-    bench.add_argument("--shapes", type=_shapes, metavar="NxI[,…]", help="gemv: matrices such as 16384x5120,5120x6144")
-    bench.add_argument("--geometry", help="all but gemv: a published geometry (default 27b) or D,G,H,K,V,W")
+    bench.add_argument(
+        "--batch",
+        type=_integers,
+        metavar="B[,B…]",
+        help="sequences at once (default 1; delta 1,8,64); gemm: rows (default 16,128,512,2048)",
+    )
+    bench.add_argument(
+        "--shapes", type=_shapes, metavar="NxI[,…]", help="gemv, gemm: matrices such as 16384x5120,5120x6144"
+    )
+    bench.add_argument("--geometry", help="all but gemv, gemm: a published geometry (default 27b) or D,G,H,K,V,W")
     bench.add_argument("--layers", type=positive, metavar="L", help="layer: layers to rotate through (default: all)")
-    bench.add_argument("--precision", type=_precisions, metavar="P[,P]", help="not delta: exact, q8 (default exact)")
+    bench.add_argument(
+        "--precision",
+        type=_precisions,
+        metavar="P[,P]",
+        help="not delta: exact (the default), q8; prefill: bf16 too; gemm, chunk: bf16, exact",
+    )
     bench.add_argument("--implementation", metavar="NAME", help="instead of the one that the library would choose")
     bench.add_argument(
         "--tier", choices=("f32", "bf16", "q4"), help="decode, prefill: form of the weights (default q4)"
@@ -53,15 +70,16 @@ def add_parser(commands: Any) -> None:
     )
     bench.add_argument(
         "--tokens",
-        type=positive,
-        metavar="T",
-        help="decode: steps of a program (default 32); prefill: of a prompt (128)",
+        type=_integers,
+        metavar="T[,T…]",
+        help="decode: steps of a program (default 32); prefill: of a prompt (128); chunk: of sequences, any number of "
+        "lengths (512,4096,16384)",
     )
     bench.add_argument("--kv", choices=("float32", "bfloat16"), help="decode, prefill: type of keys and values")
     bench.add_argument(
         "--no-parts", action="store_const", const=True, help="decode: the step alone, not what it consists of"
     )
-    bench.add_argument("--peers", action="store_true", help="gemv, delta: other implementations too, where they exist")
+    bench.add_argument("--peers", action="store_true", help="gemv, gemm, delta, chunk: other implementations too")
     bench.add_argument("--seconds", type=_seconds, metavar="S", help="to measure each case for (default 1)")
     bench.add_argument("--json", action="store_true", help="one JSON object instead of a table")
     bench.add_argument("--jsonl", type=Path, metavar="FILE", help="append a line for every row, as soon as it is there")
@@ -90,6 +108,13 @@ def _check(options: argparse.Namespace) -> None:
         if getattr(options, name) is not None and name not in _SUBJECTS[options.subject]:
             fits = ", ".join(subject for subject, names in _SUBJECTS.items() if name in names)
             raise ValueError(f"--{name.replace('_', '-')} belongs to {fits}, not to {options.subject}")
+    known = _PRECISIONS[options.subject]
+    if not set(options.precision or ()) <= set(known):
+        given = ",".join(options.precision)
+        raise ValueError(f"--precision must be {' or '.join(known)} for {options.subject}, got {given}")
+    if options.subject != "chunk" and len(options.tokens or ()) > 1:
+        given = ",".join(map(str, options.tokens))
+        raise ValueError(f"--tokens must be one number for {options.subject}, got {given}; chunk takes several")
     for name in ("jsonl", "plot"):
         path: Path | None = getattr(options, name)
         if path is not None and (path.is_dir() or not path.parent.is_dir()):
@@ -117,8 +142,9 @@ def _shapes(text: str) -> tuple[tuple[int, int], ...]:
 
 def _precisions(text: str) -> tuple[str, ...]:
     named = tuple(text.split(","))
-    if not set(named) <= set(_PRECISIONS) or len(set(named)) != len(named):
-        raise argparse.ArgumentTypeError(f"must be {' or '.join(_PRECISIONS)}, each once, got {text!r}")
+    known = dict.fromkeys(itertools.chain.from_iterable(_PRECISIONS.values()))
+    if not set(named) <= set(known) or len(set(named)) != len(named):
+        raise argparse.ArgumentTypeError(f"must be {' or '.join(known)}, each once, got {text!r}")
     return named
 
 

@@ -1,6 +1,6 @@
 """y = W x with 4-bit weights: the whole operation, and the kernel alone, without splitting x into limbs."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import jax
 import jax.numpy as jnp
@@ -11,11 +11,14 @@ from gdn_jax.bench import gate, operands, peers
 from gdn_jax.bench.naming import implementation_of
 from gdn_jax.bench.request import Request
 from gdn_jax.bench.rows import Row
-from gdn_jax.bench.timing import Step, Timing, kernels_for, layers_for, measure, touch
+from gdn_jax.bench.timing import Effort, Step, Timing, kernels_for, layers_for, measure, touch
 from gdn_jax.limbs import LIMBS, split_limbs
 from gdn_jax.q4 import Q4Tensor
 
-__all__ = ["limbs_step", "product_step", "run", "stack_error"]
+__all__ = ["limbs_step", "product_of", "product_step", "run", "stack_error"]
+
+type Product = Callable[[Q4Tensor, jax.Array, jax.Array], jax.Array]
+"""(a stack [L, N, I], x [B, I], the layer) -> y [B, N]."""
 
 
 def run(request: Request) -> Iterator[Row]:
@@ -31,14 +34,19 @@ def run(request: Request) -> Iterator[Row]:
                 yield from peers.rows("gemv", peers.Product(rows, columns, batch), request.effort)
 
 
-def product_step(w: Q4Tensor, precision: str, implementation: str | None) -> Step:
-    """`ops.project_many` of one matrix on the carried x [B, I]."""
+def product_of(precision: str, implementation: str | None) -> Product:
+    """`ops.project_many` of one matrix."""
 
-    def advance(x, layer, w):
+    def product(w, x, layer):
         [y] = ops.project_many((w,), x, precision=precision, implementation=implementation, layer=layer)
-        return touch(x, y)
+        return y
 
-    return Step(advance, w)
+    return product
+
+
+def product_step(w: Q4Tensor, product: Product) -> Step:
+    """A product of w with the carried x [B, I]."""
+    return Step(lambda x, layer, w: touch(x, product(w, x, layer)), w)
 
 
 def limbs_step(precision: str, implementation: str) -> Step:
@@ -53,16 +61,11 @@ def limbs_step(precision: str, implementation: str) -> Step:
     return Step(advance)
 
 
-def stack_error(w: Q4Tensor, x: jax.Array, precision: str, request: Request) -> float:
-    """The worst max_rel of the first and the last layer of a stack [L, N, I], on a sample of its rows."""
+def stack_error(w: Q4Tensor, x: jax.Array, product: Product, effort: Effort) -> float:
+    """The worst max_rel of `product` on the first and the last layer of a stack [L, N, I], on a sample of its rows."""
     layers, size, _ = w.shape
     chosen = gate.sample(size)
-
-    def product(w, x, layer):
-        named = {"precision": precision, "implementation": request.implementation}
-        return ops.project_many((w,), x, layer=layer, **named)[0]
-
-    product = jax.jit(product, compiler_options=dict(request.effort.options))
+    product = jax.jit(product, compiler_options=dict(effort.options))
     worst = 0.0
     for layer in (0, layers - 1):
         y = product(w, x, jnp.int32(layer))
@@ -70,7 +73,7 @@ def stack_error(w: Q4Tensor, x: jax.Array, precision: str, request: Request) -> 
             return float("inf")
         taken = Q4Tensor(w.codes[layer, chosen], w.scales[layer, chosen]).to_logical()
         exact = gate.unpacked(taken.codes, taken.scales)
-        worst = max(worst, gate.product_error(np.asarray(y)[:, chosen], exact, np.asarray(x)))
+        worst = max(worst, gate.product_error(np.asarray(y[:, chosen]), exact, np.asarray(x)))
     return worst
 
 
@@ -81,16 +84,14 @@ def _measured(rows: int, columns: int, batch: int, request: Request) -> Iterator
     w = operands.q4_stack(1, layers, rows, columns)
     x = operands.activations(2, (batch, columns))
     nbytes = one + x.nbytes + 4 * batch * rows
-    errors = {precision: stack_error(w, x, precision, request) for precision in request.precisions}
+    products = {precision: product_of(precision, request.implementation) for precision in request.precisions}
+    errors = {precision: stack_error(w, x, product, effort) for precision, product in products.items()}
     green = [precision for precision in request.precisions if errors[precision] <= gate.BOUNDS["gemv", precision]]
-    used = {
-        precision: implementation_of(product_step(w, precision, request.implementation), x)
-        for precision in request.precisions
-    }
+    used = {precision: implementation_of(product_step(w, product), x) for precision, product in products.items()}
     steps = {"glue": Step(lambda x, *_: touch(x, x))}
     for precision in green:
         steps[f"limbs {precision}"] = limbs_step(precision, used[precision])
-        steps[precision] = product_step(w, precision, request.implementation)
+        steps[precision] = product_step(w, products[precision])
     kernels = kernels_for(nbytes, effort)
     samples = measure(steps, jnp.copy(x), layers=layers, kernels=kernels, effort=effort) if green else {}
     for precision in request.precisions:

@@ -228,23 +228,23 @@ class Verdict(NamedTuple):
         return self.max_rel <= self.bound
 
 
-def judged(logits: Logits, batch: int, precision: str, request: Request) -> Verdict:
-    """Run a small model like the one of the request, with its implementation and by plain XLA."""
+def judged(logits: Logits, batch: int, precision: str, request: Request, tokens: int = _GATE_TOKENS) -> Verdict:
+    """Run a small model like the one of the request on so many tokens, with its implementation and by plain XLA."""
     cfg = miniature(require_decoder(request))
     weights = decoder_weights(11, cfg, request.tier)
-    state = init_decoder_state(cfg, batch=batch, capacity=2 * _GATE_TOKENS, kv_dtype=request.kv_dtype)
-    tokens = jnp.asarray(prompt(cfg, batch, _GATE_TOKENS))
+    state = init_decoder_state(cfg, batch=batch, capacity=2 * tokens, kv_dtype=request.kv_dtype)
+    ids = jnp.asarray(prompt(cfg, batch, tokens))
 
     def by(implementation: str | None) -> Any:
         function = functools.partial(logits, cfg=cfg, precision=precision, implementation=implementation)
-        return jax.jit(function, compiler_options=dict(request.effort.options)).lower(weights, state, tokens).compile()
+        return jax.jit(function, compiler_options=dict(request.effort.options)).lower(weights, state, ids).compile()
 
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
         ours, reference = pool.map(by, (request.implementation, "xla"))
-    got, want = (np.asarray(run(weights, state, tokens)) for run in (ours, reference))
+    got, want = (np.asarray(run(weights, state, ids)) for run in (ours, reference))
     options = {"cfg": cfg, "precision": precision, "implementation": request.implementation}
     step = Step(lambda carry, _, weights: logits(weights, *carry, **options), weights)
-    return Verdict(gate.error(got, want), gate.BOUNDS["decoder", precision], implementation_of(step, (state, tokens)))
+    return Verdict(gate.error(got, want), gate.BOUNDS["decoder", precision], implementation_of(step, (state, ids)))
 
 
 class Compiled(NamedTuple):
@@ -280,14 +280,18 @@ def compiled(jitted: Any, *arguments: Any) -> Compiled:
     return Compiled(run, seconds, watch.answer, 0 if analysis is None else analysis.temp_size_in_bytes)
 
 
-def memory_details(program: Compiled, batch: int, request: Request) -> dict[str, Any]:
-    """Device memory in use now, when weights and state are there, and the program's own, against the budget."""
+def memory_details(program: Compiled, batch: int, request: Request, *, piece: int = 0) -> dict[str, Any]:
+    """Device memory in use now, when weights and state are there, and the program's own, against the budget.
+
+    The program makes steps, or reads a prompt of `piece` tokens.
+    """
     load = memory.Load(
         cfg=require_decoder(request),
         tier=request.tier,
         batch=batch,
         context=request.context,
         kv_dtype=request.kv_dtype,
+        piece=piece,
     )
     budget = memory.budget(load)
     stats = jax.devices()[0].memory_stats() or {}

@@ -23,14 +23,18 @@ import numpy as np
 from jax import lax
 
 from gdn_jax.bench import gate, operands
+from gdn_jax.bench.chunk_case import Sequences
+from gdn_jax.bench.dialogue import Program
 from gdn_jax.bench.rows import Row
 from gdn_jax.bench.timing import Effort, Step, Timing, kernels_for, layers_for, measure, touch
 from gdn_jax.q4 import GROUP
 
-__all__ = ["PEERS", "Heads", "Peer", "Product", "rows"]
+__all__ = ["PEERS", "Heads", "Peer", "Product", "begin", "rows"]
 
 _PUBLISHED = pathlib.Path(__file__).parents[2] / "experiments" / "published_design" / "published_design.cu"
 _TIMEOUT = 240.0
+# Of one answer of a program that stays, which compiles and chooses among hundreds of forms for it.
+_ANSWER_TIMEOUT = 60.0
 
 
 class Product(NamedTuple):
@@ -76,9 +80,18 @@ class Peer:
     precision: str
     available: Callable[[], str | None]
     measure: Callable[[Any, Effort], Outcome]
+    begin: Callable[[], Any] = lambda: None
+    """Whatever can be done before the first case, in the background."""
 
 
-def rows(subject: str, case: Product | Heads, effort: Effort) -> Iterator[Row]:
+def begin(subject: str) -> None:
+    """Have the peers of a subject that can be asked here make a start, while there is nothing being timed."""
+    for peer in PEERS:
+        if peer.subject == subject and peer.available() is None:
+            peer.begin()
+
+
+def rows(subject: str, case: Product | Heads | Sequences, effort: Effort) -> Iterator[Row]:
     """A row for every peer of a subject, whether it could be asked or not."""
     for peer in PEERS:
         if peer.subject != subject:
@@ -114,42 +127,81 @@ def _asked(peer: Peer, case: Any, effort: Effort) -> Outcome:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# XLA, told to fuse the dequantisation into the product
+# XLA: dots in bfloat16, summed in float32
 # ----------------------------------------------------------------------------------------------------------------------
 
-_FUSED = {"xla_gpu_experimental_enable_subchannel_dequantisation_fusion": True}
+
+class _Weights(NamedTuple):
+    """A form in which XLA holds a matrix."""
+
+    make: Callable[[Product, jax.Array], Any]
+    """A random matrix of a case, from a key."""
+    nbytes: Callable[[Product], int]
+    """Its bytes: those of the shapes would count 4-bit codes as bytes."""
+    unpack: Callable[[Any], jax.Array]
+    """The matrix as bfloat16 [I, N], inside a program …"""
+    exact: Callable[[Any, np.ndarray], np.ndarray]
+    """… and some columns of it as float64, on the host."""
+    options: dict[str, Any]
+    """What XLA is told."""
 
 
-def _xla_measure(case: Product, effort: Effort) -> Outcome:
-    """y = x (code · scale) as a dot in bfloat16 over int4 [I/32, 32, N], summed in float32.
+def _make_int4(case: Product, key: jax.Array) -> tuple[jax.Array, jax.Array]:
+    codes, scales = jax.random.split(key)
+    groups = case.columns // GROUP
+    octets = jax.random.bits(codes, (groups, GROUP, case.rows), jnp.uint8) & jnp.uint8(15)
+    spread = jax.random.uniform(scales, (groups, case.rows), jnp.float32, 2 / 3, 4 / 3)
+    return (octets.astype(jnp.int8) - jnp.int8(8)).astype(jnp.int4), spread.astype(jnp.bfloat16)
+
+
+def _unpack_int4(w: tuple[jax.Array, jax.Array]) -> jax.Array:
+    codes, scales = w
+    return (codes.astype(jnp.bfloat16) * scales[:, None, :]).reshape(-1, scales.shape[-1])
+
+
+def _exact_int4(w: tuple[jax.Array, jax.Array], chosen: np.ndarray) -> np.ndarray:
+    codes, scales = (np.asarray(part.astype(jnp.float32)[..., chosen], np.float64) for part in w)
+    return (codes * scales[:, None, :]).reshape(-1, len(chosen))
+
+
+def _make_dense(case: Product, key: jax.Array) -> jax.Array:
+    return jax.random.normal(key, (case.rows, case.columns), jnp.bfloat16)
+
+
+_INT4 = _Weights(
+    _make_int4,
+    lambda case: case.rows * case.columns // 2 + 2 * case.rows * case.columns // GROUP,
+    _unpack_int4,
+    _exact_int4,
+    # Else XLA writes out the dequantised matrix.
+    {"xla_gpu_experimental_enable_subchannel_dequantisation_fusion": True},
+)
+_DENSE = _Weights(
+    _make_dense,
+    lambda case: 2 * case.rows * case.columns,
+    lambda w: w.T,
+    lambda w, chosen: np.asarray(w[chosen].astype(jnp.float32), np.float64).T,
+    {},
+)
+
+
+def _xla_measure(form: _Weights, case: Product, effort: Effort) -> Outcome:
+    """y = x W with W in that form.
 
     Every layer is an array of its own: slices of a stack would be copied before the dot, which is not the dot's doing.
     """
-    groups, batch = case.columns // GROUP, case.batch
-    one = case.rows * case.columns // 2 + 2 * case.rows * groups
+    one, make = form.nbytes(case), jax.jit(functools.partial(form.make, case))
     layers = layers_for(one, effort)
 
-    @jax.jit
-    def layer(key):
-        codes, scales = jax.random.split(key)
-        octets = jax.random.bits(codes, (groups, GROUP, case.rows), jnp.uint8) & jnp.uint8(15)
-        spread = jax.random.uniform(scales, (groups, case.rows), jnp.float32, 2 / 3, 4 / 3)
-        return (octets.astype(jnp.int8) - jnp.int8(8)).astype(jnp.int4), spread.astype(jnp.bfloat16)
-
     def product(x, w):
-        codes, scales = w
-        weights = codes.astype(jnp.bfloat16) * scales[:, None, :]
-        weights = weights.reshape(case.columns, case.rows)
-        return jnp.dot(x.astype(jnp.bfloat16), weights, preferred_element_type=jnp.float32)
+        return jnp.dot(x.astype(jnp.bfloat16), form.unpack(w), preferred_element_type=jnp.float32)
 
-    ws = [layer(key) for key in jax.random.split(operands.key(1), layers)]
-    x = operands.activations(2, (batch, case.columns))
+    ws = [make(key) for key in jax.random.split(operands.key(1), layers)]
+    x = operands.activations(2, (case.batch, case.columns))
     chosen = gate.sample(case.rows)
-    codes, scales = (np.asarray(part.astype(jnp.float32)[..., chosen], np.float64) for part in ws[-1])
-    exact = (codes * scales[:, None, :]).reshape(case.columns, -1).T
-    y = jax.jit(product, compiler_options=_FUSED)(x, ws[-1])
-    error = gate.product_error(np.asarray(y)[:, chosen], exact, np.asarray(x))
-    nbytes = one + x.nbytes + 4 * batch * case.rows
+    y = jax.jit(product, compiler_options=form.options)(x, ws[-1])
+    error = gate.product_error(np.asarray(y)[:, chosen], form.exact(ws[-1], chosen).T, np.asarray(x))
+    nbytes = one + x.nbytes + 4 * case.batch * case.rows
     if error > gate.BOUNDS["gemv", "bf16"]:
         return Outcome(nbytes, error)
 
@@ -165,7 +217,7 @@ def _xla_measure(case: Product, effort: Effort) -> Outcome:
 
     steps = {"glue": through(lambda x, _: touch(x, x)), "product": through(lambda x, w: touch(x, product(x, w)))}
     rounds = max(1, kernels_for(nbytes, effort) // layers)
-    effort = dataclasses.replace(effort, unroll=1, options={**effort.options, **_FUSED})
+    effort = dataclasses.replace(effort, unroll=1, options={**effort.options, **form.options})
     samples = measure(steps, jnp.copy(x), layers=1, kernels=rounds, effort=effort)
     timing = Timing.between(samples["product"] / layers, samples["glue"] / layers, rounds * layers)
     return Outcome(nbytes, error, timing, details={"layers": layers})
@@ -177,14 +229,18 @@ def _xla_measure(case: Product, effort: Effort) -> Outcome:
 
 
 def _process(command: list[str]) -> Outcome:
-    """Run a peer's program and read its last line: an `Outcome` as JSON, timing fields flat."""
+    """Run a peer's program and read its last line: an `Outcome` as JSON."""
     ran = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT, check=False)
     lines = ran.stdout.strip().splitlines()
     if ran.returncode or not lines:
         complaint = (ran.stderr.strip() or ran.stdout.strip()).splitlines()
         last = complaint[-1][:200] if complaint else "no output"
         return Outcome(note=f"failed with status {ran.returncode}: {last}")
-    answer = json.loads(lines[-1])
+    return _outcome(json.loads(lines[-1]))
+
+
+def _outcome(answer: dict[str, Any]) -> Outcome:
+    """What a peer's program answered, timing fields flat."""
     timing = Timing(*(answer.pop(name) for name in Timing._fields)) if "us" in answer else None
     known = {name: answer.pop(name) for name in ("nbytes", "max_rel", "note") if name in answer}
     return Outcome(**known, timing=timing, details=answer)
@@ -206,9 +262,25 @@ def _fla_available() -> str | None:
     return _torch_available() or _missing("fla", "flash-linear-attention")
 
 
+def _jla_available() -> str | None:
+    return _no_gpu() or _missing("jla", "jax-linear-attention")
+
+
+def _asked_of(case: Any, effort: Effort) -> dict[str, Any]:
+    return {**case._asdict(), "rotate": effort.rotate, "seconds": effort.seconds, "warm": effort.warm}
+
+
 def _torch_measure(which: str, case: Product | Heads, effort: Effort) -> Outcome:
-    asked = {**case._asdict(), "rotate": effort.rotate, "seconds": effort.seconds, "warm": effort.warm}
-    return _process([sys.executable, "-m", "gdn_jax.bench.torch_peers", which, json.dumps(asked)])
+    asked = json.dumps(_asked_of(case, effort))
+    return _process([sys.executable, "-m", "gdn_jax.bench.torch_peers", which, asked])
+
+
+def _program_measure(program: Program, case: Sequences, effort: Effort) -> Outcome:
+    return _outcome(program.ask(_asked_of(case, effort)))
+
+
+_FLA_CHUNK = Program(sys.executable, "-m", "gdn_jax.bench.torch_peers", "fla_chunk", timeout=_ANSWER_TIMEOUT)
+_JLA_CHUNK = Program(sys.executable, "-m", "gdn_jax.bench.jax_peers", timeout=_ANSWER_TIMEOUT)
 
 
 def _published_available() -> str | None:
@@ -238,7 +310,16 @@ def _published_program() -> pathlib.Path:
 
 
 PEERS = (
-    Peer(name="xla int4", subject="gemv", precision="bf16", available=lambda: None, measure=_xla_measure),
+    *(
+        Peer(
+            name=f"xla {name}",
+            subject=subject,
+            precision="bf16",
+            available=lambda: None,
+            measure=functools.partial(_xla_measure, form),
+        )
+        for subject, name, form in (("gemv", "int4", _INT4), ("gemm", "int4", _INT4), ("gemm", "dense", _DENSE))
+    ),
     Peer(
         name="torch int4",
         subject="gemv",
@@ -259,5 +340,16 @@ PEERS = (
         precision="f32",
         available=_fla_available,
         measure=functools.partial(_torch_measure, "fla"),
+    ),
+    *(
+        Peer(
+            name=name,
+            subject="chunk",
+            precision="bf16",
+            available=available,
+            measure=functools.partial(_program_measure, program),
+            begin=program.start,
+        )
+        for name, available, program in (("fla", _fla_available, _FLA_CHUNK), ("jla", _jla_available, _JLA_CHUNK))
     ),
 )

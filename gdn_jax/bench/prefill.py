@@ -16,6 +16,9 @@ from gdn_jax.decoder.model import prefill_tokens
 
 __all__ = ["run"]
 
+# More than a chunk of the delta rule, and than the rows of one product.
+_GATE_TOKENS = 70
+
 
 def run(request: Request) -> Iterator[Row]:
     """A row for every batch and precision: one prompt of `tokens` tokens per sequence.
@@ -40,7 +43,7 @@ def _logits(weights: Any, state: Any, tokens: jax.Array, **named: Any) -> jax.Ar
 
 def _measured(weights: Any, batch: int, precision: str, request: Request) -> Row:
     cfg = models.require_decoder(request)
-    verdict = models.judged(_logits, batch, precision, request)
+    verdict = models.judged(_logits, batch, precision, request, _GATE_TOKENS)
     tokens = jnp.asarray(models.prompt(cfg, batch, request.tokens))
 
     def read(carry, _, weights_and_tokens):
@@ -57,7 +60,7 @@ def _measured(weights: Any, batch: int, precision: str, request: Request) -> Row
     if verdict.passed:
         jitted = jax.jit(read, donate_argnums=0, compiler_options=dict(request.effort.options))
         compiled = models.compiled(jitted, carry, jnp.int32(0), step.operands)
-        details = models.memory_details(compiled, batch, request)
+        details = models.memory_details(compiled, batch, request, piece=request.tokens)
         once = {"prompt": lambda carry: compiled.run(carry, jnp.int32(0), step.operands)}
         seconds = sample(once, carry, request.effort)["prompt"]
         timing = Timing.between(seconds, np.zeros_like(seconds), 1)

@@ -11,7 +11,7 @@ __all__ = ["Request"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Request:
-    """The cases of one run: every combination of `batches` with `shapes` (gemv) or with the geometry (all others)."""
+    """The cases of one run: every combination of `batches` with `shapes` (gemv, gemm) or the geometry (others)."""
 
     batches: tuple[int, ...]
     shapes: tuple[tuple[int, int], ...]
@@ -26,6 +26,8 @@ class Request:
     """None: what the library would choose."""
     peers: bool
     effort: Effort
+    lengths: tuple[int, ...] = ()
+    """Tokens of sequences; the subject that has them takes every combination with `batches`."""
     decoder: DecoderConfig | None = None
     """The whole model that `cfg` is part of, where the subject is one; what follows is about it alone."""
     tier: str = "q4"

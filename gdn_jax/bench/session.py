@@ -12,7 +12,7 @@ from typing import Any
 import jax
 
 from gdn_jax import ops
-from gdn_jax.bench import ceiling, decode, delta, gemv, layer, models, prefill, provenance, roofline
+from gdn_jax.bench import ceiling, chunk, decode, delta, gemm, gemv, layer, models, prefill, provenance, roofline
 from gdn_jax.bench.request import Request
 from gdn_jax.bench.rows import Row, record
 from gdn_jax.bench.timing import Effort
@@ -22,12 +22,14 @@ from gdn_jax.evidence.subjects import parse_geometry
 
 __all__ = ["carry_out"]
 
-SUBJECTS = {"ceiling": ceiling, "gemv": gemv, "delta": delta, "layer": layer, "decode": decode, "prefill": prefill}
-WITH_PEERS = ("gemv", "delta")
+SUBJECTS = {"ceiling": ceiling, "gemv": gemv, "gemm": gemm, "delta": delta, "chunk": chunk, "layer": layer}
+SUBJECTS |= {"decode": decode, "prefill": prefill}
+WITH_PEERS = ("gemv", "gemm", "delta", "chunk")
 WHOLE_MODELS = ("decode", "prefill")
-BATCHES = {"delta": (1, 8, 64)}
+BATCHES = {"delta": (1, 8, 64), "gemm": (16, 128, 512, 2048)}
+PRECISIONS = {"gemm": ("bf16", "exact"), "chunk": ("bf16", "exact")}
 CONTEXT = 1024
-TOKENS = {"decode": 32, "prefill": 128}
+TOKENS = {"decode": (32,), "prefill": (128,), "chunk": (512, 4096, 16384)}
 # Of the 27B model: the two parts of its in-projection, alone and as one; out; the MLP's three; the head.
 SHAPES = (
     (10240, 5120),
@@ -39,6 +41,8 @@ SHAPES = (
     (5120, 17408),
     (248320, 5120),
 )
+# The same of a prompt: its projections that are large, where no two of one input are taken apart.
+PROMPT_SHAPES = ((16384, 5120), (5120, 6144), (34816, 5120), (5120, 17408))
 GEOMETRY = "qwen3.5-27b"
 # On a CPU the command can be tried, no more.
 CPU_SHAPES = ((48, 96), (37, 64))
@@ -46,7 +50,7 @@ CPU_GEOMETRY = "64,2,6,32,32,4"
 CPU_BATCHES = (1,)
 CPU_LAYERS = 2
 CPU_CONTEXT = 16
-CPU_TOKENS = 4
+CPU_TOKENS = {"chunk": (70,)}
 CPU_NOTE = "cpu, not a measurement of the kernels"
 
 
@@ -56,7 +60,7 @@ def carry_out(options: argparse.Namespace) -> int:
     if _on_cpu():
         _say(f"{CPU_NOTE}; what is not given is tiny")
     if options.peers and options.subject not in WITH_PEERS:
-        _say(f"there are no peers for {options.subject}, only for {' and '.join(WITH_PEERS)}")
+        _say(f"there are no peers for {options.subject}, only for {', '.join(WITH_PEERS)}")
     origin = provenance.describe(_command_line(options))
     best, read = ceiling.read_ceiling(request.effort)
     # Reading is the subject of `ceiling`; elsewhere it is a means, of which only a failure is worth a line.
@@ -81,23 +85,26 @@ def _request(options: argparse.Namespace) -> Request:
     published = GEOMETRIES[name].layers if name in GEOMETRIES and not on_cpu else CPU_LAYERS
     whole = models.decoder_by_name(name, cfg) if options.subject in WHOLE_MODELS else None
     tier = options.tier or "q4"
+    lengths = options.tokens or (CPU_TOKENS.get(options.subject, (4,)) if on_cpu else TOKENS.get(options.subject, (1,)))
     if whole is not None:
         for precision in options.precision or ():
-            ops.check_precision(precision, "q4" if tier == "q4" else "f32")
+            of_tiers = ops.PROMPT_PRECISIONS if options.subject == "prefill" else ops.PRECISIONS
+            ops.check_precision(precision, "q4" if tier == "q4" else "f32", of_tiers)
     return Request(
         batches=options.batch or (CPU_BATCHES if on_cpu else BATCHES.get(options.subject, (1,))),
-        shapes=options.shapes or (CPU_SHAPES if on_cpu else SHAPES),
+        shapes=options.shapes or (CPU_SHAPES if on_cpu else PROMPT_SHAPES if options.subject == "gemm" else SHAPES),
         geometry=name,
         cfg=cfg,
         layers=options.layers or published,
-        precisions=options.precision or ("exact",),
+        precisions=options.precision or PRECISIONS.get(options.subject, ("exact",)),
         implementation=options.implementation,
         peers=options.peers,
         effort=Effort.here(options.seconds),
+        lengths=lengths,
         decoder=whole,
         tier=tier,
         context=options.context or (CPU_CONTEXT if on_cpu else CONTEXT),
-        tokens=options.tokens or (CPU_TOKENS if on_cpu else TOKENS.get(options.subject, 1)),
+        tokens=lengths[0],
         kv_dtype=options.kv or "float32",
         parts=not options.no_parts,
     )
@@ -157,9 +164,11 @@ def _title(subject: str, best: float | None, origin: dict[str, Any]) -> str:
 
 def _command_line(options: argparse.Namespace) -> str:
     """The command that gives these rows again; where they were written is left out."""
-    plain = ("geometry", "layers", "implementation", "seconds", "tier", "context", "tokens", "kv")
+    plain = ("geometry", "layers", "implementation", "seconds", "tier", "context", "kv")
     given = {name: getattr(options, name) for name in plain}
-    given["batch"] = options.batch and ",".join(map(str, options.batch))
+    for name in ("batch", "tokens"):
+        values = getattr(options, name)
+        given[name] = values and ",".join(map(str, values))
     given["shapes"] = options.shapes and ",".join(f"{rows}x{columns}" for rows, columns in options.shapes)
     given["precision"] = options.precision and ",".join(options.precision)
     words = [f"--{name} {value}" for name, value in given.items() if value is not None]

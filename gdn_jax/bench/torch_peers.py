@@ -1,7 +1,8 @@
-"""Peers in PyTorch, in a process of their own: `python -m gdn_jax.bench.torch_peers {int4|fla} CASE`.
+"""Peers in PyTorch, in a process of their own: `python -m gdn_jax.bench.torch_peers {int4|fla|fla_chunk} [CASE]`.
 
 CASE is the case as JSON, with `rotate`, `seconds` and `warm` of the effort. Prints one line of JSON: bytes, error, and
-the times of CUDA-graph replays; without the times where the result is wrong or the case cannot be taken.
+the times of CUDA-graph replays; without the times where the result is wrong or the case cannot be taken. fla_chunk
+without CASE answers cases as `dialogue.answer_lines` does.
 """
 
 import importlib
@@ -14,19 +15,32 @@ from typing import Any
 import numpy as np
 
 from gdn_jax.bench import gate
+from gdn_jax.bench.dialogue import answer_lines
 
 __all__ = ["main"]
 
 _GROUP = 32
 _KERNELS = 128
 _ROUNDS = 9
+_ENDS = 256
+"""Tokens at both ends of a sequence that are held to float64."""
+_TOKENS = 1 << 16
+"""Of all launches of one graph together."""
 
 
-def main(which: str, case: str) -> None:
-    """Measure one case of one peer."""
+def main(which: str, *case: str) -> None:
+    """Measure one case of one peer, or those that come."""
     torch = importlib.import_module("torch")
-    measured = {"int4": _int4, "fla": _fla}[which](torch, json.loads(case))
-    print(json.dumps({**measured, "torch": torch.__version__}))
+    measure = {"int4": _int4, "fla": _fla, "fla_chunk": _fla_chunk}[which]
+
+    def answer(case: dict[str, Any]) -> dict[str, Any]:
+        return {**measure(torch, case), "torch": torch.__version__}
+
+    if case:
+        print(json.dumps(answer(json.loads(*case))))
+    else:
+        importlib.import_module("fla.ops.gated_delta_rule")  # which takes a while
+        answer_lines(answer)
 
 
 def _int4(torch: Any, case: dict[str, Any]) -> dict[str, Any]:
@@ -88,6 +102,50 @@ def _fla(torch: Any, case: dict[str, Any]) -> dict[str, Any]:
     return {**measured, "fla": getattr(fla, "__version__", None)}
 
 
+def _fla_chunk(torch: Any, case: dict[str, Any]) -> dict[str, Any]:
+    """`chunk_gated_delta_rule` of flash-linear-attention: q, k, v and o in bfloat16, all else in float32."""
+    fla = importlib.import_module("fla")
+    rule = importlib.import_module("fla.ops.gated_delta_rule").chunk_gated_delta_rule
+    batch, tokens, key_heads, heads = (case[name] for name in ("batch", "tokens", "key_heads", "value_heads"))
+    key_dim, value_dim = case["key_dim"], case["value_dim"]
+    torch.manual_seed(1)
+
+    def normal(*shape: int) -> Any:
+        return torch.randn(*shape, device="cuda")
+
+    q, k = torch.nn.functional.normalize(normal(2, batch, tokens, key_heads, key_dim), dim=-1)
+    q, k, v = (x.bfloat16() for x in (q * key_dim**-0.5, k, normal(batch, tokens, heads, value_dim)))
+    beta = torch.sigmoid(normal(batch, tokens, heads))
+    rate, bias = (torch.rand(heads, device="cuda") * (high - low) + low for low, high in ((-4.6, 2.8), (-7.0, 1.0)))
+    g = -torch.exp(rate) * torch.nn.functional.softplus(normal(batch, tokens, heads) + bias)
+    state = normal(batch, heads, key_dim, value_dim) / 4
+
+    def over(span: slice, state: Any) -> Any:
+        """o and S of some of the tokens, from that state."""
+        with torch.no_grad():
+            part = (x[:, span] for x in (q, k, v, g, beta))
+            return rule(*part, scale=1.0, initial_state=state, output_final_state=True)
+
+    def on_host(x: Any) -> np.ndarray:
+        return x[sorted({0, batch - 1})].double().cpu().numpy()
+
+    def exactly(span: slice, state: Any) -> tuple[np.ndarray, np.ndarray]:
+        """The same in float64."""
+        return gate.serial_delta(on_host(state), *(np.moveaxis(on_host(x[:, span]), 1, 0) for x in (q, k, v, beta, g)))
+
+    every, first, last = slice(None), slice(_ENDS), slice(max(0, tokens - _ENDS), None)
+    o, after = over(every, state)
+    found = [*(np.moveaxis(on_host(o[:, span]), 1, 0) for span in (first, last)), on_host(after)]
+    middle = over(slice(last.start), state)[1] if last.start else state
+    expected = [exactly(first, state)[0], *exactly(last, middle)]
+    error, rms = gate.chunk_errors(found, expected, "bf16")
+    nbytes = sum(x.nbytes for x in (q, k, v, v, beta, g, state, state))
+    launches = max(8, min(_KERNELS, _TOKENS // (batch * tokens)))
+    bound = gate.BOUNDS["chunk", "bf16"]
+    measured = _timed(torch, case, lambda _: over(every, state), 1, nbytes, error, bound, launches)
+    return {**measured, "rms_rel": rms, "version": f"flash-linear-attention {fla.__version__}"}
+
+
 def _timed(
     torch: Any,
     case: dict[str, Any],
@@ -96,12 +154,13 @@ def _timed(
     nbytes: int,
     error: float,
     bound: float,
+    launches: int = _KERNELS,
 ) -> dict[str, Any]:
     """Microseconds per launch over replays of a graph that goes round the layers, if the error keeps to its bound."""
     measured = {"nbytes": nbytes, "max_rel": error, "layers": layers}
     if not error <= bound:
         return measured
-    kernels = math.ceil(_KERNELS / layers) * layers
+    kernels = math.ceil(launches / layers) * layers
     aside = torch.cuda.Stream()
     with torch.cuda.stream(aside):  # a capture wants everything compiled and allocated before
         for layer in range(layers):

@@ -33,9 +33,9 @@ from gdn_jax.ops import (
     project,
     project_many,
 )
-from gdn_jax.slot import with_rules
+from gdn_jax.rules import with_rules
 
-__all__ = ["Cache", "attend", "attention_step", "rotate"]
+__all__ = ["Cache", "attend", "attention_step", "gated", "keep", "ready", "rotate"]
 
 _CHUNK = 64
 """Slots per partial sum, in capacities that divide by it."""
@@ -77,14 +77,14 @@ def attention_step(
         o, gate, cache = _by_xla(*operands, cfg=cfg)
         how = {"consumers": (w.o,), "precision": precision, "implementation": implementation}
         with jax.named_scope("project_out"):
-            gated = elementwise(_gated, o, gate, **how)
+            made = elementwise(gated, o, gate, **how)
     else:
         limbs = attend_limbs(w.o, cache.keys, cfg.heads, precision, implementation)
         program = functools.partial(_by_kernels, cfg=cfg, limbs=limbs, interpret=choice.implementation == "interpret")
         # Limbs go to a kernel that has no such rules either.
-        gated, cache = (program if limbs else with_rules(program, _gated_by_xla(cfg), implementation))(*operands)
+        made, cache = (program if limbs else with_rules(program, _gated_by_xla(cfg), implementation))(*operands)
     with jax.named_scope("project_out"):
-        return fence(project(w.o, gated, precision=precision, implementation=implementation, layer=layer)), cache
+        return fence(project(w.o, made, precision=precision, implementation=implementation, layer=layer)), cache
 
 
 class _Heads(NamedTuple):
@@ -102,26 +102,22 @@ def _by_kernels(norms, cache, heads, position, writes, layer, *, cfg, limbs, int
     """The gated output [B, Nq·Hd], in limbs if there are to be any, and the cache."""
     frequencies = jnp.asarray(_frequencies(cfg.rotary_dim, cfg.rope_theta))
     with jax.named_scope("attend"):
-        gated, keys, values = attend_from_cache(
+        made, keys, values = attend_from_cache(
             *(*heads, *norms, *cache, layer, position, writes, frequencies),
             norm_eps=cfg.norm_eps,
             limbs=limbs,
             interpret=interpret,
         )
-    return gated, Cache(keys, values)
+    return made, Cache(keys, values)
 
 
 def _by_xla(norms, cache, heads, position, writes, layer, *, cfg):
     """The output and its gate, [B, Nq·Hd] both, and the cache."""
     q, gate = jnp.split(heads.q, 2, axis=-1)
-    with jax.named_scope("qk_norm_rope"):
-        q, k = (
-            rotate(rms_norm(x, of_layer(norm, layer), cfg.norm_eps), position, cfg.rotary_dim, cfg.rope_theta)
-            for x, norm in zip((q, heads.k), norms, strict=True)
-        )
-        q, k = fence((q * jnp.float32(cfg.head_dim**-0.5), k))
+    q, k = ready(q, heads.k, norms, position, layer, cfg)
     with jax.named_scope("cache"):
-        cache = _write(cache, k, heads.v, position, writes, layer)
+        slots = jnp.where(writes, position, cache.keys.shape[2])  # beyond the end: dropped
+        cache = keep(cache, k, heads.v, slots, layer)
     with jax.named_scope("attend"):
         o = fence(attend(q, of_layer(cache.keys, layer), of_layer(cache.values, layer), position))
     return *(x.reshape(-1, cfg.queries) for x in (o, gate)), cache
@@ -130,13 +126,31 @@ def _by_xla(norms, cache, heads, position, writes, layer, *, cfg):
 def _gated_by_xla(cfg):
     def program(*operands):
         o, gate, cache = _by_xla(*operands, cfg=cfg)
-        return _gated(o, gate), cache
+        return gated(o, gate), cache
 
     return program
 
 
-def _gated(o, gate):
+def gated(o: Array, gate: Array) -> Array:
+    """The output of attention behind its gate."""
     return o * jax.nn.sigmoid(gate)
+
+
+def ready(
+    q: Float32[Array, "M Nq Hd"],
+    k: Float32[Array, "M N Hd"],
+    norms: tuple[Array, Array],
+    position: Int32[Array, "M"],
+    layer: Int32[Array, ""],
+    cfg: DecoderConfig,
+) -> tuple[Array, Array]:
+    """Queries, scaled, and keys of M tokens, as they meet: normed by `q_norm` and `k_norm` [A, Hd], and turned."""
+    with jax.named_scope("qk_norm_rope"):
+        q, k = (
+            rotate(rms_norm(x, of_layer(norm, layer), cfg.norm_eps), position, cfg.rotary_dim, cfg.rope_theta)
+            for x, norm in zip((q, k), norms, strict=True)
+        )
+        return fence((q * jnp.float32(cfg.head_dim**-0.5), k))
 
 
 def rotate(x: Float32[Array, "B N Hd"], position: Int32[Array, "B"], rotary_dim: int, theta: float) -> Array:
@@ -174,10 +188,12 @@ def attend(
     return jnp.sum(partial, axis=1).reshape(batch, heads, head_dim)
 
 
-def _write(cache: Cache, k: Array, v: Array, position: Array, writes: Array, layer: Array) -> Cache:
-    """k and v [B, N, Hd] put into slot `position` of their rows, in place where the cache is donated or carried."""
-    rows = jnp.arange(k.shape[0])
-    slots = jnp.where(writes, position, cache.keys.shape[2])  # beyond the end: dropped
+def keep(cache: Cache, k: Array, v: Array, slots: Array, layer: Array) -> Cache:
+    """k and v [..., B, N, Hd] put into `slots` [..., B] of their rows, in place where the cache is donated or carried.
+
+    No slot may be named twice in a row; what is to go beyond the capacity is dropped.
+    """
+    rows = jnp.broadcast_to(jnp.arange(slots.shape[-1]), slots.shape)
 
     def put(stack, new):
         written = stack.at[layer, rows, slots].set(new.astype(stack.dtype), mode="drop", unique_indices=True)

@@ -6,6 +6,8 @@ among what it walks over, which would copy them, but are read at a layer's numbe
 """
 
 import functools
+import itertools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -22,11 +24,11 @@ __all__ = ["Flow", "Place", "Settings", "block_step", "blocks"]
 
 
 class Flow(NamedTuple):
-    """What goes from layer to layer: the residual stream [B, D], what is still to be added to it, and all the state."""
+    """What goes from layer to layer: the residual stream, a row a token, what is to be added to it, and the state."""
 
     x: Array
     y: Array
-    """Of the part before: the sum is made where the next norm reads it."""
+    """From the part before: the sum is made where the next norm reads it."""
     gdn: Any
     """`GdnState`, or None where the model has no GDN layers."""
     cache: Cache
@@ -48,24 +50,33 @@ class Settings(NamedTuple):
     implementation: str | None
 
 
-def blocks(weights: Any, flow: Flow, position: Int32[Array, "B"], writes: Bool[Array, "B"], settings: Settings) -> Flow:
-    """Carry one token through all layers.
+def blocks(
+    flow: Flow, cfg: DecoderConfig, block: Callable[[Flow, LayerPlan, Place], Flow], *, loop_alike: bool = False
+) -> Flow:
+    """Carry `flow` through all layers, each of which is `block(flow, plan, place)`; of the plan its kinds count alone.
 
-    Rows where `writes` is false leave the state as it is, and their x means nothing.
+    With `loop_alike`, neighbours of the same kinds are compiled once and looped over too: less to compile, for a few
+    microseconds of a loop per layer.
     """
-    cfg = settings.cfg
     period = cfg.plan()[: cfg.period]
     repeats = cfg.layers // cfg.period
+    kinds = [(plan.mixer, plan.mlp) if loop_alike else index for index, plan in enumerate(period)]
+    runs = [len(list(alike)) for _, alike in itertools.groupby(kinds)]
+
+    def layer(repeat, offset, within, flow):
+        # The parts of a kind are counted through: so many in the periods before, and then those of this one.
+        plan = period[offset]
+        place = Place(
+            layer=repeat * cfg.period + offset + within,
+            mixer=repeat * (cfg.count(plan.mixer) // repeats) + plan.mixer_ordinal + within,
+            mlp=repeat * (cfg.count(plan.mlp) // repeats) + plan.mlp_ordinal + within,
+        )
+        return block(flow, plan, place)
 
     def body(repeat, flow):
-        for offset, plan in enumerate(period):
-            # The parts of a kind are counted through: so many in the periods before, and then those of this one.
-            place = Place(
-                layer=repeat * cfg.period + offset,
-                mixer=repeat * (cfg.count(plan.mixer) // repeats) + plan.mixer_ordinal,
-                mlp=repeat * (cfg.count(plan.mlp) // repeats) + plan.mlp_ordinal,
-            )
-            flow = block_step(weights, flow, position, writes, plan, place, settings)
+        for offset, length in zip(itertools.accumulate(runs, initial=0), runs, strict=False):
+            run = functools.partial(layer, repeat, offset)
+            flow = run(0, flow) if length == 1 else jax.lax.fori_loop(0, length, run, flow)
         return flow
 
     return jax.lax.fori_loop(0, repeats, body, flow)
@@ -80,7 +91,10 @@ def block_step(
     place: Place,
     settings: Settings,
 ) -> Flow:
-    """Carry one token through the layer at `place`, whose parts are of the kinds that `plan` says."""
+    """Carry one token through the layer at `place`, whose parts are of the kinds that `plan` says.
+
+    Rows where `writes` is false leave the state as it is, and their x means nothing.
+    """
     cfg = settings.cfg
     x, y, memory, cache = flow
     how = {"precision": settings.precision, "implementation": settings.implementation}

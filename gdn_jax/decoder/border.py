@@ -1,5 +1,6 @@
 """What a request to a decoder must look like: checked here once, before any work."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import jax.numpy as jnp
@@ -17,9 +18,19 @@ __all__ = ["check_decode", "check_lengths"]
 
 
 def check_decode(
-    weights: Any, state: Any, tokens: Any, axes: str, cfg: Any, precision: str, implementation: str | None
+    weights: Any,
+    state: Any,
+    tokens: Any,
+    axes: str,
+    cfg: Any,
+    precision: str,
+    implementation: str | None,
+    *,
+    precisions: Mapping[str, tuple[str, ...]] = ops.PRECISIONS,
 ) -> Array:
-    """The tokens as an int32 array, in a request that is well formed; `axes` names their axes.
+    """The tokens as an int32 array, in a request that is well formed.
+
+    `axes` names their axes, `precisions` are those of every tier.
 
     Raises:
         As documented in `decode_step`.
@@ -27,7 +38,7 @@ def check_decode(
     require_kind("cfg", cfg, DecoderConfig)
     ops.check_implementation(implementation)
     check_decoder_weights(weights, cfg)
-    ops.check_precision(precision, "q4" if weights.tier == "q4" else "f32")
+    ops.check_precision(precision, "q4" if weights.tier == "q4" else "f32", precisions)
     check_decoder_state(state, cfg)
     require_array("tokens (ids; images and embeddings are not taken)", tokens, "int32")
     if tokens.ndim != len(axes.split()) or tokens.shape[0] != state.batch:

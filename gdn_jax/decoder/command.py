@@ -18,7 +18,7 @@ __all__ = ["add_parser"]
 
 _INTERRUPTED = 130
 _FILTERS = ("top_k", "top_p", "min_p")
-_LOADING = ("tier", "quantiser", "precision", "implementation", "capacity", "kv_dtype")
+_LOADING = ("tier", "quantiser", "precision", "prompt_precision", "implementation", "capacity", "kv_dtype")
 
 
 def add_parser(commands: Any) -> None:
@@ -60,6 +60,12 @@ def _add_common(parser: argparse.ArgumentParser, *, max_new_tokens: int) -> None
     parser.add_argument("--tier", choices=("f32", "bf16", "q4"), default="f32", help="form of the weights")
     parser.add_argument("--quantiser", choices=("absmax", "q4_0", "mse"), default="absmax", help="with --tier q4")
     parser.add_argument("--precision", choices=("exact", "q8"), default="exact", help="of products (q8: with q4 only)")
+    parser.add_argument(
+        "--prompt-precision",
+        choices=("exact", "q8", "bf16"),
+        default="exact",
+        help="of products while a prompt is read",
+    )
     parser.add_argument("--implementation", help="xla, triton, …: refused where it cannot be had (default: the best)")
     parser.add_argument("--tokenizer", type=Path, metavar="DIR", help="where the tokenizer is, if not with the model")
     parser.add_argument("--capacity", type=positive, metavar="N", help="most tokens of a sequence (default: as needed)")

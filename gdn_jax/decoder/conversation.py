@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from gdn_jax.decoder.decoder import Decoder, GenerateResult
+from gdn_jax.decoder.prefix_cache import PrefixCache
 from gdn_jax.decoder.prompts import NO_TOKENIZER
 from gdn_jax.decoder.sample import GREEDY, SamplingParams
 from gdn_jax.errors import UnsupportedError
@@ -28,8 +29,9 @@ class Conversation:
     Every turn, the template writes out the whole conversation. As long as that begins with exactly the tokens that the
     model has consumed and generated so far, only the rest is fed. Some templates rewrite earlier turns (they drop what
     a model has thought), and text does not always divide into the tokens that the model chose for it; then the
-    conversation is read from the beginning, and `Turn.reused` is 0. What stands before `</think>` in an answer goes
-    into the message's `reasoning_content`, where templates look for it.
+    conversation is read from the beginning, and `Turn.reused` is 0; with a `prefix_cache`, it is what the cache knows
+    of the beginning. What stands before `</think>` in an answer goes into the message's `reasoning_content`, where
+    templates look for it.
 
     `variables` are handed to the template; see `Decoder.generate` for the other arguments.
 
@@ -46,13 +48,14 @@ class Conversation:
         sampling: SamplingParams = GREEDY,
         stop: str | tuple[str, ...] = (),
         variables: Mapping[str, Any] | None = None,
+        prefix_cache: PrefixCache | None = None,
     ):
         if decoder.tokenizer is None:
             raise UnsupportedError(f"a conversation needs a tokenizer, and {NO_TOKENIZER}")
         decoder.tokenizer.require_template()
         self._decoder, self._tokenizer = decoder, decoder.tokenizer
         self._settings: dict[str, Any] = {"max_new_tokens": max_new_tokens, "sampling": sampling, "stop": stop}
-        self._variables = dict(variables or {})
+        self._variables, self._prefix_cache = dict(variables or {}), prefix_cache
         self.messages: list[dict[str, str]] = [] if system is None else [{"role": "system", "content": system}]
         self._tokens: list[int] = []  # of the sequence on the device, the pending one included
         self._rows: Any = None
@@ -71,6 +74,7 @@ class Conversation:
             [tokens[known:] if continues else tokens],
             state=self._rows if continues else None,
             keep_state=True,
+            prefix_cache=None if continues else self._prefix_cache,
             on_text=None if on_text is None else lambda _, piece: on_text(piece),
             **self._settings,
         )
@@ -78,7 +82,7 @@ class Conversation:
         answer = result.text[0]
         self.messages = [*messages, _assistant(answer)]
         self._tokens, self._rows = tokens + result.tokens[0, : result.lengths[0]].tolist(), result.state
-        return Turn(answer, result, known if continues else 0)
+        return Turn(answer, result, known if continues else result.timings.reused_tokens)
 
 
 def _assistant(answer: str) -> dict[str, str]:

@@ -1,6 +1,7 @@
 """`Decoder`: a model that generates, from its files to text."""
 
 import dataclasses
+import functools
 import os
 import time
 import typing
@@ -8,7 +9,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -18,7 +18,7 @@ from gdn_jax.axes import Array
 from gdn_jax.decoder.answer import Answer
 from gdn_jax.decoder.compilation import CompileClock
 from gdn_jax.decoder.config import DecoderConfig
-from gdn_jax.decoder.generate import NOTHING, Generation, Network, Policy, Rows, bucket, new_rows
+from gdn_jax.decoder.generate import NOTHING, Generation, Network, Policy, Rows, bucket, check_rows, new_rows
 from gdn_jax.decoder.generation_config import (
     END_KEYS,
     VISION_KEYS,
@@ -29,13 +29,17 @@ from gdn_jax.decoder.generation_config import (
 )
 from gdn_jax.decoder.interrupts import Interrupts
 from gdn_jax.decoder.model import decode_step, prefill_tokens
+from gdn_jax.decoder.prefix_cache import CachedPrompts, PrefixCache
 from gdn_jax.decoder.prompts import NO_TOKENIZER, read_count, read_prompts, read_stops
 from gdn_jax.decoder.sample import GREEDY, SamplingParams
-from gdn_jax.decoder.state import check_decoder_state, decoder_state_shapes, init_decoder_state
+from gdn_jax.decoder.state import decoder_state_shapes, init_decoder_state
 from gdn_jax.decoder.text_stream import TextStream
 from gdn_jax.decoder.weights import DecoderWeights, read_decoder
 from gdn_jax.errors import StateMismatchError, UnsupportedError
+from gdn_jax.fingerprints import fingerprint
 from gdn_jax.require import require_kind
+from gdn_jax.state_store import load_state, save_state
+from gdn_jax.state_value import resize
 
 if TYPE_CHECKING:
     from gdn_jax.decoder.tokenizer import Tokenizer
@@ -58,14 +62,18 @@ class TextNetwork(Network):
     cfg: DecoderConfig
     precision: str = "exact"
     implementation: str | None = None
+    prompt_precision: str = "exact"
 
     def step(self, weights: Any, state: Any, tokens: Array, active: Array) -> tuple[Array, Any]:
         """One token for the active rows."""
-        return decode_step(weights, state, tokens, active=active, **vars(self))
+        return decode_step(weights, state, tokens, active=active, **self._named(self.precision))
 
     def prefill(self, weights: Any, state: Any, tokens: Array, lengths: Array) -> tuple[Array, Any]:
         """The first `lengths` tokens of every row."""
-        return prefill_tokens(weights, state, tokens, lengths=lengths, **vars(self))
+        return prefill_tokens(weights, state, tokens, lengths=lengths, **self._named(self.prompt_precision))
+
+    def _named(self, precision: str) -> dict[str, Any]:
+        return {"cfg": self.cfg, "precision": precision, "implementation": self.implementation}
 
 
 class Timings(NamedTuple):
@@ -73,7 +81,7 @@ class Timings(NamedTuple):
 
     `prompt_tokens` and `new_tokens` are sums over the rows. `first_token_seconds`: until the first token of every row
     was on the host. `decode_seconds`: from there to the last token. Both include `compile_seconds`, which is 0 once
-    programs for these shapes exist.
+    programs for these shapes exist. `reused_tokens`: how many of the prompts' came out of a prefix cache.
     """
 
     prompt_tokens: int
@@ -83,6 +91,7 @@ class Timings(NamedTuple):
     compile_seconds: float
     tokens_per_second: float | None
     """New tokens after the first of every row, per second of `decode_seconds`; None where there were none."""
+    reused_tokens: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,7 +118,8 @@ class Decoder:
 
     `ends`: ids after which a row is over. `vision`: ids that stand for images, which this text model refuses.
     `capacity`: the most tokens of a sequence, prompt included, for which room is kept; None: as much as each request
-    needs, in powers of two. `sampling`: the settings that the model's files recommend.
+    needs, in powers of two. `precision` is that of the steps, `prompt_precision` that of reading prompts, which may be
+    "bf16" too; see `prefill_tokens`. `sampling`: the settings that the model's files recommend.
     """
 
     cfg: DecoderConfig
@@ -120,6 +130,7 @@ class Decoder:
     capacity: int | None = None
     kv_dtype: str = "float32"
     precision: str = "exact"
+    prompt_precision: str = "exact"
     implementation: str | None = None
     sampling: SamplingParams = GREEDY
 
@@ -135,6 +146,7 @@ class Decoder:
         capacity: int | None = None,
         kv_dtype: str = "float32",
         precision: str = "exact",
+        prompt_precision: str = "exact",
         implementation: str | None = None,
         progress=None,
     ) -> "Decoder":
@@ -147,7 +159,9 @@ class Decoder:
             quantiser or `kv_dtype`, or a capacity below 1. UnsupportedError: a precision or implementation that cannot
             be had, an architecture or a vocabulary that is not supported.
         """
-        ops.check_precision(precision, "q4" if tier == "q4" else "f32")
+        form = "q4" if tier == "q4" else "f32"
+        ops.check_precision(precision, form)
+        ops.check_precision(prompt_precision, form, ops.PROMPT_PRECISIONS)
         ops.check_implementation(implementation)
         folder = Path(path)
         with checkpoints.open_checkpoint(path) as checkpoint:
@@ -170,6 +184,7 @@ class Decoder:
             capacity=capacity,
             kv_dtype=kv_dtype,
             precision=precision,
+            prompt_precision=prompt_precision,
             implementation=implementation,
             sampling=sampling,
         )
@@ -186,6 +201,7 @@ class Decoder:
         on_text: OnText | None = None,
         state: Rows | None = None,
         keep_state: bool = False,
+        prefix_cache: PrefixCache | None = None,
         chunk: int = 16,
     ) -> GenerateResult:
         """Continue a prompt, or a batch of prompts of any lengths, by up to `max_new_tokens` tokens each.
@@ -200,11 +216,16 @@ class Decoder:
         value: a call copies it, and it can be used any number of times. Rows that end with a stop string go back to the
         token that completed it, which costs a copy of the GDN state for every chunk in flight.
 
+        With a `prefix_cache`, a prompt that begins as one did that was read before goes on from the state that was kept
+        then, and reads only the rest: the tokens are the same, up to the rounding of reading a prompt in other pieces.
+        See `PrefixCache` for what is kept. For prompts from the beginning only, not with a `state`.
+
         Ctrl-C ends the generation, not the program: the result holds what was generated so far, its reason is
         "interrupted", and its state is as good as any other. A second Ctrl-C raises KeyboardInterrupt.
 
         Raises:
-            ValueError: an empty prompt, one that does not fit, ids outside the vocabulary, a setting out of range.
+            ValueError: an empty prompt, one that does not fit, ids outside the vocabulary, a setting out of range, a
+            prefix cache beside a state.
             TypeError: a prompt or setting of another kind. UnsupportedError: text without a tokenizer, images.
             StateMismatchError: a state of another model or batch. GdnError: the model's logits are not finite.
         """
@@ -221,22 +242,30 @@ class Decoder:
         policy = _policy(sampling, ends, len(prompts))
         if state is not None:
             _check_rows(state, self.cfg, len(prompts))
+        network = TextNetwork(self.cfg, self.precision, self.implementation, self.prompt_precision)
         rows, prompts = self._rows(state, prompts, wanted)
+        reading: dict[str, Any] = {"prompts": prompts}
+        cached = None
+        if prefix_cache is not None:
+            cached = self._cached(prefix_cache, network, prompts, fresh=state is None)
+            reading = {"prompts": cached.rests, "marks": cached.marks, "at_mark": cached.keep}
 
         answers = [Answer(self._stream(stops), ends) for _ in prompts]
         with CompileClock() as compiling, Interrupts() as interrupts:
             generation = Generation(
-                TextNetwork(self.cfg, self.precision, self.implementation),
+                network,
                 self.weights,
-                rows,
+                rows if cached is None else cached.restore(rows),
                 policy,
-                prompts=prompts,
                 wanted=wanted,
                 chunk=chunk,
                 rewindable=keep_state and bool(stops),
+                **reading,
             )
             first, last = _collect(generation, answers, interrupts, on_text)
-            kept = generation.finish() if keep_state else None
+            rows = generation.finish()
+            if cached is not None:
+                cached.keep_answers(rows, [answer.tokens for answer in answers])
             for answer in answers:
                 answer.close("length" if len(answer.tokens) == wanted else "interrupted")
             _deliver(answers, on_text, interrupts)
@@ -254,9 +283,49 @@ class Decoder:
                 decode_seconds=last - first,
                 compile_seconds=compiling.seconds,
                 tokens_per_second=after_first / (last - first) if after_first else None,
+                reused_tokens=0 if cached is None else sum(cached.reused),
             ),
-            state=kept,
+            state=rows if keep_state else None,
         )
+
+    @functools.cached_property
+    def weights_id(self) -> str:
+        """What identifies the weights; see `gdn_jax.fingerprint`, which is asked once."""
+        return fingerprint(self.weights)
+
+    @typing.no_type_check
+    def save_state(self, path: str | os.PathLike[str], state: Rows) -> None:
+        """Save the `state` of a result as the directory `path`, to go on from in any process; see `gdn_jax.save_state`.
+
+        Raises:
+            As `gdn_jax.save_state`.
+        """
+        require_kind("state", state, Rows)
+        save_state(path, state, cfg=self.cfg, weights_id=self.weights_id)
+
+    @typing.no_type_check
+    def load_state(self, path: str | os.PathLike[str]) -> Rows:
+        """The sequences that were saved at `path` with a model of the same weights, for `generate` to go on from.
+
+        Raises:
+            As `gdn_jax.load_state`. StateMismatchError: it is a bare state, which does not say what comes next.
+        """
+        state = load_state(path, cfg=self.cfg, weights_id=self.weights_id)
+        if not isinstance(state, Rows):
+            raise StateMismatchError(
+                f"{path}: holds a {type(state).__name__} without the tokens that are to come next; "
+                "read it with gdn_jax.load_state, and go on with decode_step"
+            )
+        return state
+
+    @typing.no_type_check
+    def _cached(
+        self, cache: PrefixCache, network: TextNetwork, prompts: list[list[int]], *, fresh: bool
+    ) -> CachedPrompts:
+        require_kind("prefix_cache", cache, PrefixCache)
+        if not fresh:
+            raise ValueError("a prefix_cache is for prompts from the beginning; go on with the state, or begin anew")
+        return CachedPrompts(cache, cache.model(self.weights, (network, self.kv_dtype)), prompts)
 
     def _rows(self, state: Rows | None, prompts: list[list[int]], wanted: int) -> tuple[Rows, list[list[int]]]:
         """The sequences to start from, with room enough, and what is to be fed to each."""
@@ -266,7 +335,7 @@ class Decoder:
             return new_rows(fresh, batch=len(prompts), vocab=self.cfg.vocab), prompts
         fed = [[last, *ids] for last, ids in zip(np.asarray(state.tokens).tolist(), prompts, strict=True)]
         capacity = max(self._room(np.asarray(state.state.position), fed, wanted), state.state.capacity)
-        return _copied(state, capacity), fed
+        return resize(state, capacity=capacity), fed
 
     def _room(self, used: np.ndarray, prompts: list[list[int]], wanted: int) -> int:
         """The capacity for a request whose rows have `used` [B] tokens already."""
@@ -323,17 +392,9 @@ def _policy(sampling: SamplingParams, ends: frozenset[int], batch: int) -> Polic
 
 
 def _check_rows(rows: Any, cfg: DecoderConfig, batch: int) -> None:
-    require_kind("state", rows, Rows)
-    check_decoder_state(rows.state, cfg)
+    check_rows(rows, cfg)
     if rows.state.batch != batch:
         raise StateMismatchError(f"the state has {rows.state.batch} rows, but there are {batch} prompts")
-
-
-def _copied(rows: Rows, capacity: int) -> Rows:
-    """The sequences in buffers of their own, which can be donated, with key-value slots for `capacity` tokens."""
-    more = [(0, 0), (0, 0), (0, capacity - rows.state.capacity), (0, 0), (0, 0)]
-    state = rows.state.replace(keys=jnp.pad(rows.state.keys, more), values=jnp.pad(rows.state.values, more))
-    return jax.tree.map(jnp.copy, Rows(state, rows.tokens, rows.seen))
 
 
 def _matrix(rows: list[list[int]]) -> np.ndarray:

@@ -10,9 +10,10 @@ feeding the pending token in front of the next prompt.
 
 import abc
 import collections
+import dataclasses
 import functools
-from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple, override
 
 import flax.struct
 import jax
@@ -20,17 +21,35 @@ import jax.numpy as jnp
 import numpy as np
 
 from gdn_jax.axes import Array, Leaf
+from gdn_jax.decoder.config import DecoderConfig
 from gdn_jax.decoder.sample import NOT_FINITE, Knobs, sample
-from gdn_jax.errors import GdnError
+from gdn_jax.decoder.state import DecoderState, check_decoder_state
+from gdn_jax.errors import GdnError, StateMismatchError
+from gdn_jax.require import require_array, require_kind
+from gdn_jax.state import BoundedState, RowAxis
 
-__all__ = ["NOTHING", "Generation", "Network", "Policy", "Rows", "advance", "bucket", "feed", "new_rows"]
+__all__ = [
+    "LARGEST_PIECE",
+    "NOTHING",
+    "Generation",
+    "Network",
+    "Policy",
+    "Rows",
+    "advance",
+    "bucket",
+    "check_rows",
+    "feed",
+    "new_rows",
+]
 
 NOTHING = -1
 """In a block, what stands where a row drew no token because it is done."""
 
-# Prompts are padded to a power of two between these; longer ones are fed in pieces of the largest. So there are six
+# Prompts are padded to a power of two between these; longer ones are fed in pieces of the largest. So there are eight
 # programs for prompts of every length, and no more than half of a prompt's last piece is padding.
-_SMALLEST_PIECE, _LARGEST_PIECE = 16, 512
+_SMALLEST_PIECE = 16
+LARGEST_PIECE = 2048
+"""Tokens of a prompt that are read at once, at most."""
 
 
 class Network(abc.ABC):
@@ -50,7 +69,7 @@ class Network(abc.ABC):
 
 
 @flax.struct.dataclass
-class Rows:
+class Rows(BoundedState):
     """B sequences that can go on: the decoder's state, the pending token, and which tokens were consumed.
 
     `tokens` int32 [B]: drawn, but not consumed yet. `seen` bool [B, vocab]: consumed at least once.
@@ -59,6 +78,42 @@ class Rows:
     state: Any
     tokens: Leaf
     seen: Leaf
+
+    @property
+    @override
+    def batch(self) -> int:
+        return self.tokens.shape[0]
+
+    @property
+    @override
+    def capacity(self) -> int:
+        return self.state.capacity
+
+    @property
+    @override
+    def used(self) -> Leaf:
+        return self.state.used
+
+    @override
+    def row_axes(self) -> Any:
+        axes: dict[str, Any] = {"tokens": RowAxis(0, NOTHING), "seen": RowAxis(0, False)}
+        return Rows(state=self.state.row_axes(), **axes)
+
+    @override
+    def check(self) -> None:
+        require_kind("state.state", self.state, DecoderState)
+        self.state.check()
+        require_array("state.tokens", self.tokens, "int32")
+        require_array("state.seen", self.seen, "bool")
+        if self.tokens.shape != (self.state.batch,) or self.seen.shape[:-1] != (self.state.batch,):
+            raise StateMismatchError(
+                f"state.tokens must be [B] and state.seen [B, vocab] with B={self.state.batch}, got "
+                f"{self.tokens.shape} and {self.seen.shape}"
+            )
+
+    @override
+    def resized(self, capacity: int) -> "Rows":
+        return dataclasses.replace(self, state=self.state.resized(capacity))
 
 
 class Policy(NamedTuple):
@@ -72,6 +127,19 @@ class Policy(NamedTuple):
 def new_rows(state: Any, *, batch: int, vocab: int) -> Rows:
     """Sequences that have consumed nothing, around a decoder state that has not either."""
     return Rows(state=state, tokens=jnp.zeros(batch, jnp.int32), seen=jnp.zeros((batch, vocab), bool))
+
+
+def check_rows(rows: Any, cfg: DecoderConfig) -> None:
+    """Refuse rows of another model.
+
+    Raises:
+        TypeError: not Rows, or a leaf of another dtype. StateMismatchError: a leaf of another shape.
+    """
+    require_kind("state", rows, Rows)
+    rows.check()
+    check_decoder_state(rows.state, cfg)
+    if rows.seen.shape[1:] != (cfg.vocab,):
+        raise StateMismatchError(f"state.seen must be [B, vocab] with vocab={cfg.vocab}, got {rows.seen.shape}")
 
 
 @functools.partial(jax.jit, static_argnames=("network",), donate_argnames=("rows",))
@@ -135,6 +203,17 @@ def bucket(count: int, *, least: int) -> int:
     return max(least, 1 << (count - 1).bit_length())
 
 
+def _pieces(lengths: Sequence[int], marks: Sequence[Sequence[int]]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Where each row's next piece starts and ends, until all have their length: [B] twice. No piece crosses a mark."""
+    starts = np.zeros(len(lengths), np.int64)
+    stops = [[*row, length] for row, length in zip(marks, lengths, strict=True)]
+    while (starts < lengths).any():
+        targets = [next((s for s in row if s > at), at) for row, at in zip(stops, starts, strict=True)]
+        ends = np.minimum(starts + LARGEST_PIECE, targets)
+        yield starts, ends
+        starts = ends
+
+
 class _Block(NamedTuple):
     """A dispatched block of tokens [n, B], and what its rows were before it, if they may have to go back there."""
 
@@ -163,6 +242,9 @@ class Generation:
     one token that the prompts lead to; `prompts` holds at least one token per row, and `wanted` new ones are drawn
     unless rows end before. After the iteration, `finish` gives the rows.
 
+    `marks` says for each row after how many tokens of its prompt, fewer than all and in ascending order, its state is
+    wanted: `at_mark(row, count, rows)` is called when it has consumed just so many, and may copy from the rows.
+
     With `rewindable`, rows that the host ends (`halt`) go back to exactly the token they ended with; the price is a
     copy of the GDN state for every block in flight.
 
@@ -181,30 +263,37 @@ class Generation:
         wanted: int,
         chunk: int,
         rewindable: bool,
+        marks: Sequence[Sequence[int]] | None = None,
+        at_mark: Callable[[int, int, Rows], None] | None = None,
     ):
         self._network, self._weights, self._policy = network, weights, policy
         self._chunk, self._rewindable = chunk, rewindable
         self._ends = np.asarray(policy.ends)
         self._running = np.ones(len(prompts), bool)
         self._rewinds: dict[int, tuple[_Mark, int]] = {}
-        self._rows, self._left, first = self._feed(rows, prompts, wanted)
+        self._at_mark = at_mark
+        self._rows, self._left, first = self._feed(rows, prompts, wanted, marks or [()] * len(prompts))
         self._undispatched = wanted - 1
         self._read: _Block | None = None
         self._queue = collections.deque([_Block(first, None)])
         first.copy_to_host_async()
 
-    def _feed(self, rows: Rows, prompts: Sequence[Sequence[int]], wanted: int) -> tuple[Rows, Array, Array]:
-        lengths = np.array([len(prompt) for prompt in prompts])
+    def _feed(
+        self, rows: Rows, prompts: Sequence[Sequence[int]], wanted: int, marks: Sequence[Sequence[int]]
+    ) -> tuple[Rows, Array, Array]:
         left, block = jnp.zeros(len(prompts), jnp.int32), rows.tokens[None]
-        for start in range(0, lengths.max(), _LARGEST_PIECE):
-            counts = np.clip(lengths - start, 0, _LARGEST_PIECE)
+        for starts, ends in _pieces([len(prompt) for prompt in prompts], marks):
+            counts = ends - starts
             piece = np.zeros((len(prompts), bucket(int(counts.max()), least=_SMALLEST_PIECE)), np.int32)
             for row, prompt in enumerate(prompts):
-                piece[row, : counts[row]] = prompt[start : start + counts[row]]
+                piece[row, : counts[row]] = prompt[starts[row] : ends[row]]
             fed = (jnp.asarray(piece), jnp.asarray(counts, jnp.int32))
             rows, left, block = feed(
                 self._weights, rows, left, *fed, jnp.int32(wanted), self._policy, network=self._network
             )
+            for row in np.flatnonzero(counts).tolist():
+                if self._at_mark is not None and ends[row] in marks[row]:
+                    self._at_mark(row, int(ends[row]), rows)
         return rows, left, block
 
     def __iter__(self) -> Iterator[np.ndarray]:

@@ -1,4 +1,4 @@
-"""The whole decoder: token ids in, logits and the next state out; one token at a time, or a prompt."""
+"""The whole decoder: token ids in, logits and the next state out; one token at a time, or a prompt at once."""
 
 import typing
 from typing import Any
@@ -9,17 +9,18 @@ import jax.numpy as jnp
 from gdn_jax.axes import Array, Bool, Float32, Int32
 from gdn_jax.border import check_active
 from gdn_jax.decoder.attention import Cache
-from gdn_jax.decoder.block import Flow, Settings, blocks
+from gdn_jax.decoder.block import Flow, Settings, block_step, blocks
 from gdn_jax.decoder.border import check_decode, check_lengths
 from gdn_jax.decoder.config import DecoderConfig
+from gdn_jax.decoder.piece import Piece, piece_block
 from gdn_jax.decoder.state import DecoderState
 from gdn_jax.decoder.weights import DecoderWeights
 from gdn_jax.fence import fence
 from gdn_jax.norms import rms_norm
-from gdn_jax.ops import project
+from gdn_jax.ops import PROMPT_PRECISIONS, project
 from gdn_jax.q4 import Q4Tensor, dequantize
 
-__all__ = ["decode_step", "embed", "hidden_step", "logits_of", "prefill_tokens"]
+__all__ = ["decode_step", "embed", "hidden_piece", "hidden_step", "logits_of", "prefill_tokens"]
 
 
 @typing.no_type_check
@@ -68,19 +69,23 @@ def prefill_tokens(
     precision: str = "exact",
     implementation: str | None = None,
 ) -> tuple[Array, DecoderState]:
-    """Carry prompts forward on the device: tokens int32 [B, T] -> logits [B, vocab] after each row's last token.
+    """Carry prompts forward, all tokens at once: tokens int32 [B, T] -> logits [B, vocab] after each row's last token.
 
     Row b has the first `lengths[b]` of its tokens (int32 [B]; None: all T); what stands after them is not looked at,
-    but must be a token id. A row of length 0 gets logits 0 and keeps its state. The same arithmetic as steps of
-    `decode_step`, whose logits nobody asks for.
+    but must be a token id. A row of length 0 gets logits 0 and keeps its state. What steps of `decode_step` compute,
+    but for rounding: GDN layers go by chunks of 64 tokens, attention layers by blocks of queries, and everything else
+    has all tokens as the rows of a product. A prompt may be fed in parts, each continuing where the one before ended.
 
     A row is refused from the token on that cannot be taken (the state is full, or a traced token lies outside the
     vocabulary): its logits are NaN, and its state is that before this token. A traced length above T means T, below 0
     means 0.
 
+    `precision` may also be "bf16": products of operands rounded to bfloat16 and summed in float32, but for 4-bit
+    weights, which stay exact, and the head, which has one row a sequence. S, norms, gates and softmax are float32.
+
     Everything else, and the jit line, as for `decode_step`.
     """
-    tokens = check_decode(weights, state, tokens, "B T", cfg, precision, implementation)
+    tokens = check_decode(weights, state, tokens, "B T", cfg, precision, implementation, precisions=PROMPT_PRECISIONS)
     lengths = check_lengths(lengths, state.batch, tokens.shape[1])
     return _prefill_tokens(weights, state, tokens, lengths, Settings(cfg, precision, implementation))
 
@@ -89,7 +94,7 @@ def _decode_step(
     weights: Any, state: Any, tokens: Int32[Array, "B"], active: Bool[Array, "B"] | None, settings: Settings
 ) -> tuple[Float32[Array, "B vocab"], Any]:
     wanted = jnp.ones_like(tokens, bool) if active is None else active
-    writes = wanted & _acceptable(state, tokens, settings.cfg)
+    writes = wanted & _acceptable(tokens, state.position, state, settings.cfg)
     hidden, state = hidden_step(weights, state, tokens, writes, settings)
     return _marked(logits_of(weights, hidden, settings), wanted, writes), state
 
@@ -97,20 +102,15 @@ def _decode_step(
 def _prefill_tokens(
     weights: Any, state: Any, tokens: Int32[Array, "B T"], lengths: Int32[Array, "B"], settings: Settings
 ) -> tuple[Float32[Array, "B vocab"], Any]:
-    batch = tokens.shape[0]
-
-    def body(carry, now):
-        state, last, refused, step = carry
-        wanted = step < lengths
-        writes = wanted & ~refused & _acceptable(state, now, settings.cfg)
-        hidden, state = hidden_step(weights, state, now, writes, settings)
-        last = jnp.where(writes[:, None], hidden, last)
-        return (state, last, refused | (wanted & ~writes), step + 1), None
-
-    nothing = jnp.zeros((batch, settings.cfg.hidden), jnp.float32), jnp.zeros((batch,), bool), jnp.int32(0)
-    (state, last, refused, _), _ = jax.lax.scan(body, (state, *nothing), tokens.T)
-    wanted = jnp.minimum(lengths, tokens.shape[1]) > 0
-    return _marked(logits_of(weights, last, settings), wanted, wanted & ~refused), state
+    if tokens.shape[1] == 0:
+        return jnp.zeros((tokens.shape[0], settings.cfg.vocab), jnp.float32), state
+    lengths = jnp.clip(lengths, 0, tokens.shape[1])
+    index = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
+    refused = (index < lengths[:, None]) & ~_acceptable(tokens, state.position[:, None] + index, state, settings.cfg)
+    taken = jnp.where(jnp.any(refused, axis=1), jnp.argmax(refused, axis=1).astype(jnp.int32), lengths)
+    hidden, state = hidden_piece(weights, state, tokens, taken, settings)
+    wanted = lengths > 0
+    return _marked(logits_of(weights, hidden, settings), wanted, wanted & (taken == lengths)), state
 
 
 def hidden_step(
@@ -122,27 +122,53 @@ def hidden_step(
     """
     x = fence(embed(weights.embed, tokens))
     flow = Flow(x, jnp.zeros_like(x), state.gdn, Cache(state.keys, state.values))
-    x, y, memory, cache = blocks(weights, flow, state.position, writes, settings)
+
+    def block(flow, plan, place):
+        return block_step(weights, flow, state.position, writes, plan, place, settings)
+
+    x, y, memory, cache = blocks(flow, settings.cfg, block)
     hidden = fence(rms_norm(fence(x + y), weights.norm, settings.cfg.norm_eps))
     return hidden, DecoderState(memory, cache.keys, cache.values, state.position + writes.astype(jnp.int32))
 
 
-def embed(matrix: Any, tokens: Int32[Array, "B"]) -> Float32[Array, "B D"]:
+def hidden_piece(
+    weights: Any, state: Any, tokens: Int32[Array, "B T"], lengths: Int32[Array, "B"], settings: Settings
+) -> tuple[Float32[Array, "B D"], Any]:
+    """The first `lengths` tokens of every row through the model, and the last of them through its final norm.
+
+    They are acceptable, and lengths lie in 0 … T, T ≥ 1. The result of a row without tokens means nothing.
+    """
+    batch = tokens.shape[0]
+    x = fence(embed(weights.embed, tokens.T.reshape(-1)))
+    flow = Flow(x, jnp.zeros_like(x), state.gdn, Cache(state.keys, state.values))
+    piece = Piece(state.position, lengths)
+
+    def block(flow, plan, place):
+        return piece_block(weights, flow, piece, plan, place, settings)
+
+    x, y, memory, cache = blocks(flow, settings.cfg, block, loop_alike=True)
+    last = jnp.maximum(lengths - 1, 0) * batch + jnp.arange(batch, dtype=jnp.int32)
+    hidden = fence(rms_norm(fence(x[last] + y[last]), weights.norm, settings.cfg.norm_eps))
+    return hidden, DecoderState(memory, cache.keys, cache.values, state.position + lengths)
+
+
+def embed(matrix: Any, tokens: Int32[Array, "M"]) -> Float32[Array, "M D"]:
     """The rows of the embedding that the tokens name; tokens outside the vocabulary get some row."""
     rows = jax.tree.map(lambda leaf: jnp.take(leaf, tokens, axis=0, mode="clip"), matrix)
     return dequantize(rows) if isinstance(rows, Q4Tensor) else rows.astype(jnp.float32)
 
 
 def logits_of(weights: Any, hidden: Float32[Array, "B D"], settings: Settings) -> Float32[Array, "B vocab"]:
-    """The output head, which is the embedding where the two are tied."""
+    """The output head, which is the embedding where the two are tied. It has no bf16: it is exact instead."""
     matrix = weights.embed if weights.head is None else weights.head
+    precision = "exact" if settings.precision == "bf16" else settings.precision
     with jax.named_scope("head"):
-        return project(matrix, hidden, precision=settings.precision, implementation=settings.implementation)
+        return project(matrix, hidden, precision=precision, implementation=settings.implementation)
 
 
-def _acceptable(state: DecoderState, tokens: Array, cfg: DecoderConfig) -> Array:
-    """The rows whose token is one of the vocabulary, and has room in the state."""
-    return (tokens >= 0) & (tokens < cfg.vocab) & (state.position < state.capacity)
+def _acceptable(tokens: Array, places: Array, state: DecoderState, cfg: DecoderConfig) -> Array:
+    """Which tokens are of the vocabulary, and have room in the state at the place where each is to stand."""
+    return (tokens >= 0) & (tokens < cfg.vocab) & (places < state.capacity)
 
 
 def _marked(logits: Array, wanted: Array, written: Array) -> Array:

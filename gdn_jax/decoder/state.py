@@ -1,7 +1,8 @@
 """The state of a decoder as a value: what its GDN layers remember, what its attention layers keep, how far it is."""
 
+import dataclasses
 import typing
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, override
 
 import flax.struct
 import jax
@@ -12,7 +13,7 @@ from gdn_jax.axes import Leaf
 from gdn_jax.decoder.config import DecoderConfig
 from gdn_jax.errors import StateMismatchError
 from gdn_jax.require import require_array, require_kind
-from gdn_jax.state import GdnState, check_state, state_shapes
+from gdn_jax.state import BoundedState, GdnState, RowAxis, check_state, state_shapes
 
 __all__ = ["KV_DTYPES", "DecoderState", "check_decoder_state", "decoder_state_shapes", "init_decoder_state"]
 
@@ -26,7 +27,7 @@ else:
 
 
 @flax.struct.dataclass
-class DecoderState:
+class DecoderState(BoundedState):
     """The state of a decoder for B sequences, each at a position of its own.
 
     `gdn`: the state of its GDN layers (None where it has none). `keys` and `values` [A, B, S, N, Hd], float32 or
@@ -42,14 +43,61 @@ class DecoderState:
     position: Leaf
 
     @property
+    @override
     def batch(self) -> int:
-        """B, the number of sequences."""
         return self.position.shape[0]
 
     @property
+    @override
     def capacity(self) -> int:
-        """S, the most tokens that a sequence can have."""
         return self.keys.shape[2]
+
+    @property
+    @override
+    def used(self) -> Leaf:
+        return self.position
+
+    @override
+    def row_axes(self) -> Any:
+        # A row that does not exist is full, since no integer is NaN: it takes no token.
+        axes: dict[str, Any] = {name: RowAxis(1, np.nan) for name in ("keys", "values")}
+        axes["position"] = RowAxis(0, self.capacity)
+        return DecoderState(gdn=None if self.gdn is None else self.gdn.row_axes(), **axes)
+
+    @override
+    def check(self) -> None:
+        require_array("state.position", self.position, "int32")
+        kv_dtype = _cache_dtype(self.keys)
+        if jnp.ndim(self.position) != 1 or jnp.ndim(self.keys) != 5:
+            raise StateMismatchError(
+                f"state.position must be [B] and state.keys [A, B, S, N, Hd], got {self.position.shape} and "
+                f"{self.keys.shape}"
+            )
+        require_array("state.values", self.values, kv_dtype)
+        if self.values.shape != self.keys.shape:
+            raise StateMismatchError(
+                f"state.keys [A, B, S, N, Hd] must be {self.values.shape} as state.values is, got {self.keys.shape}"
+            )
+        self._check_batch("keys", self.keys)
+        if self.gdn is not None:
+            require_kind("state.gdn", self.gdn, GdnState)
+            self.gdn.check()
+            self._check_batch("gdn.S", self.gdn.S)
+
+    @override
+    def resized(self, capacity: int) -> "DecoderState":
+        def room(leaf: Any) -> Any:
+            more = max(0, capacity - self.capacity)
+            return jnp.pad(leaf[:, :, :capacity], [(0, more if axis == 2 else 0) for axis in range(5)])
+
+        if capacity == self.capacity:
+            return self
+
+        return dataclasses.replace(self, keys=room(self.keys), values=room(self.values))
+
+    def _check_batch(self, name: str, leaf: Any) -> None:
+        if leaf.shape[1] != self.batch:
+            raise StateMismatchError(f"state.position has B={self.batch} rows, but state.{name} {leaf.shape}")
 
 
 @typing.no_type_check
@@ -93,22 +141,14 @@ def check_decoder_state(state: Any, cfg: DecoderConfig) -> None:
         TypeError: not a DecoderState, or a leaf of another dtype. StateMismatchError: a leaf of another shape.
     """
     require_kind("state", state, DecoderState)
-    require_array("state.position", state.position, "int32")
-    kv_dtype = _cache_dtype(state.keys)
-    if jnp.ndim(state.position) != 1 or jnp.ndim(state.keys) != 5:
-        raise StateMismatchError(
-            f"state.position must be [B] and state.keys [A, B, S, N, Hd], got {state.position.shape} and "
-            f"{state.keys.shape}"
-        )
+    state.check()
+    kv_dtype = str(state.keys.dtype)
     want = decoder_state_shapes(cfg, batch=state.batch, capacity=state.capacity, kv_dtype=kv_dtype)
-    for name in ("keys", "values"):
-        leaf, shape = getattr(state, name), getattr(want, name).shape
-        require_array(f"state.{name}", leaf, kv_dtype)
-        if leaf.shape != shape:
-            raise StateMismatchError(
-                f"state.{name} [A, B, S, N, Hd] must be {shape} for this configuration, got {leaf.shape}; "
-                "make a state with init_decoder_state(cfg, batch=…, capacity=…)"
-            )
+    if state.keys.shape != want.keys.shape:
+        raise StateMismatchError(
+            f"state.keys [A, B, S, N, Hd] must be {want.keys.shape} for this configuration, got {state.keys.shape}; "
+            "make a state with init_decoder_state(cfg, batch=…, capacity=…)"
+        )
     _check_memory(state.gdn, want.gdn, cfg)
 
 

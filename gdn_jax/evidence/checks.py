@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gdn_jax import layer, state, taps
+from gdn_jax import layer, state, state_value, taps
 from gdn_jax.conv import conv_step
 from gdn_jax.delta import delta_step
 from gdn_jax.evidence import bounds, programs
@@ -164,7 +164,7 @@ def replay(subject: Subject) -> Section:
         firsts.append((np.asarray(y), np.asarray(current.S), np.asarray(current.conv_hist)))
         for x in subject.xs[1:]:
             _, current = programs.step(weights, current, jnp.asarray(x), cfg=subject.cfg)
-        current = state.reset(current)
+        current = state_value.reset(current)
     rows = [_bit_row(name, a, b) for name, a, b in zip(("output", "S", "conv_hist"), *firsts, strict=True)]
     title = f"{subject.name}: reset, then replay of the first token, bitwise"
     return Section("replay", title, _BIT_COLUMNS, rows, all(row[-1] for row in rows))
@@ -185,7 +185,7 @@ def addressing(subject: Subject, layers: int = 48) -> Section:
         shapes,
         GdnState(*keys),
     )
-    saved = state.snapshot(start)
+    saved = state_value.snapshot(start)
     traces = 0
 
     def counted(*arguments: Any, **options: Any) -> tuple[jax.Array, GdnState]:
@@ -196,7 +196,7 @@ def addressing(subject: Subject, layers: int = 48) -> Section:
     step = jax.jit(counted, static_argnames=programs.STATIC, donate_argnames=("state",))
     outputs, finals = [], []
     for slot in (0, last):
-        current, ys = state.restore(saved), []
+        current, ys = state_value.restore(saved), []
         for x in subject.xs:
             y, current = step(weights, state=current, x=jnp.asarray(x), cfg=cfg, layer=jnp.int32(slot))
             ys.append(np.asarray(y))

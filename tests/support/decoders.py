@@ -50,12 +50,17 @@ SMALL = DecoderConfig(
 """Every kind of layer, in two periods; all of it can be 4-bit."""
 
 
+def drawn(cfg, label, tier="f32"):
+    """Weights of any configuration, other ones for each label."""
+    loaded, weights = read_decoder(Held(hf_config(cfg), draw(cfg, label)), tier=tier)
+    assert loaded == cfg
+    return weights
+
+
 @functools.cache
 def small(tier="f32"):
     """Weights of `SMALL`."""
-    cfg, weights = read_decoder(Held(hf_config(SMALL), draw(SMALL, "tests/small")), tier=tier)
-    assert cfg == SMALL
-    return weights
+    return drawn(SMALL, "tests/small", tier)
 
 
 class Golden(NamedTuple):

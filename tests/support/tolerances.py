@@ -8,15 +8,22 @@ token are taken per batch row, so that a row of large outputs cannot hide a row 
 from gdn_jax.evidence.bounds import LAYER_27B, STATE, TRANSFORMERS
 
 __all__ = [
+    "ATTENTION_BF16",
     "CASE_OUTPUT",
     "CASE_STATE",
     "CASE_TAP",
     "CHUNK",
     "CHUNK_ALIKE",
+    "CHUNK_BF16",
+    "CHUNK_BF16_ALIKE",
     "CHUNK_GRADIENT",
     "DECODER_ALONE",
     "DECODER_BF16",
     "DECODER_ORACLE",
+    "DECODER_PROMPT",
+    "DECODER_PROMPT_BF16_CACHE",
+    "DECODER_PROMPT_STATE",
+    "DECODER_PROMPT_WORST",
     "DECODER_Q4",
     "DECODER_TRANSFORMERS",
     "DELTA_STEP",
@@ -29,8 +36,11 @@ __all__ = [
     "LONG_WORST",
     "MODES",
     "PREFILL",
+    "PREFILL_BF16",
     "PREFILL_GRADIENT",
     "PROJECTION",
+    "PROMPT_BF16",
+    "PROMPT_GRADIENT",
     "STATE",
     "TINY_LAYER",
     "TRANSFORMERS",
@@ -80,3 +90,21 @@ DECODER_ORACLE = 1.6e-6  # measured 1.04e-6
 DECODER_ALONE = 1.5e-6  # measured 9.7e-7
 DECODER_BF16 = 1e-6  # measured 0; a GPU may sum the two programs in different orders
 DECODER_Q4 = 4.8e-6  # measured 3.2e-6 on JAX 0.12.0.1 and 1.8e-6 on 0.11.2, the worst of four draws
+
+# Prompts at once against the same tokens one by one, in small whole models of every ratio: logits; S, history, keys and
+# values, RMS-relative; and any of these, which is a key of one token whose delta output cancels. With keys and values
+# in bfloat16 the worst is one unit of their last place, wherever a rounding falls. Gradients, RMS-relative.
+DECODER_PROMPT = 3.7e-6  # measured 2.4e-6 on JAX 0.11.2 and 1.9e-6 on 0.12.0.1
+DECODER_PROMPT_STATE = 1.4e-6  # measured 9.5e-7 on JAX 0.12.0.1 and 8.3e-7 on 0.11.2
+DECODER_PROMPT_WORST = 1.5e-5  # measured 9.8e-6 on JAX 0.12.0.1 and 7.2e-6 on 0.11.2, all others below 3.2e-6
+DECODER_PROMPT_BF16_CACHE = 4e-3  # measured 5.1e-4
+PROMPT_GRADIENT = 6e-7  # measured 4.0e-7
+
+# Products of operands rounded to bfloat16, RMS-relative: the chunked delta rule against float64, o and S, and where
+# keys are alike; against exact, prefill of a small layer (ys, S, history), prompts of a small whole model (logits and
+# state, every tier) and attention alone.
+CHUNK_BF16 = 8.1e-3  # measured 5.4e-3, where nothing decays; with decays 3.8e-3
+CHUNK_BF16_ALIKE = 3.2e-2  # measured 2.1e-2, S: what keys have in common is rounded away
+PREFILL_BF16 = 2e-2  # measured 1.3e-2, ys with 4-bit weights of 96 columns; 4.9e-3 with 256
+PROMPT_BF16 = 8.5e-3  # measured 5.7e-3
+ATTENTION_BF16 = 5.9e-3  # measured 3.9e-3
