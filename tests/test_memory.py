@@ -11,7 +11,7 @@ import pytest
 from gdn_jax import cli, memory
 from gdn_jax.bench import models
 from gdn_jax.decoder.config import DECODERS, DecoderConfig
-from gdn_jax.decoder.generate import new_rows
+from gdn_jax.decoder.generate import LARGEST_PIECE, new_rows
 from gdn_jax.decoder.state import init_decoder_state
 from gdn_jax.errors import CheckpointError
 from tests.support import decoders
@@ -69,7 +69,7 @@ def test_a_model_lacks_what_it_has_no_layers_for():
     assert "GDN state" not in memory.state_nbytes(memory.Load(cfg=attention_alone))
     assert {"GDN", "experts"}.isdisjoint(memory.weights_nbytes(attention_alone, "f32"))
     gdn_alone = dataclasses.replace(cfg, moe=None, layer_types=("linear_attention",) * 2, mlp_types=("dense",) * 2)
-    near, far = (memory.budget(memory.Load(cfg=gdn_alone, context=n)).total for n in (512, 1 << 20))
+    near, far = (memory.budget(memory.Load(cfg=gdn_alone, context=n)).total for n in (LARGEST_PIECE, 1 << 20))
     assert near == far
     [_, cards] = memory.tables(memory.Load(cfg=gdn_alone), memory.card("1GB"), None)
     assert dict(zip(cards[2], cards[3][0], strict=True))["largest_context"] is None
