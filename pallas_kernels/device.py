@@ -16,7 +16,7 @@ def gpu_objection() -> str | None:
     """None where it is a GPU that the kernels are compiled for, else why not."""
     platform, kind, capability = _device()
     if platform not in ("gpu", "cuda") or not kind.startswith(("NVIDIA", "Tesla")):
-        return f"the kernel needs an NVIDIA GPU, and the device here is {kind!r} ({platform}); or pass interpret=True"
+        return f"the kernel needs an NVIDIA GPU, and the device here is {kind!r} ({platform})"
     if capability is not None and float(capability) < 8:
         return f"the kernel needs compute capability 8.0 or newer, and {kind!r} has {capability}"
     return None
