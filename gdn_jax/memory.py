@@ -19,7 +19,7 @@ import jax.numpy as jnp
 
 import checkpoints
 from gdn_jax.decoder.config import DECODERS, DecoderConfig
-from gdn_jax.decoder.generate import LARGEST_PIECE, new_rows
+from gdn_jax.decoder.generate import largest_piece, new_rows
 from gdn_jax.decoder.piece_attention import SLOTS, queries_of_block
 from gdn_jax.decoder.state import decoder_state_shapes
 from gdn_jax.decoder.weights import abstract_decoder
@@ -62,7 +62,8 @@ _UNBOUNDED = 2**31 - 1
 class Load:
     """What is held at once: a model in a tier, and `batch` sequences with room for `context` tokens each.
 
-    `piece`: of how many tokens of a prompt at once there is to be room for; 0: of none, for steps alone.
+    `piece`: of how many tokens of each prompt at once there is to be room for; None: of as many as `generate` reads; 0:
+    of none, for steps alone.
     """
 
     cfg: DecoderConfig
@@ -70,7 +71,7 @@ class Load:
     batch: int = 1
     context: int = 4096
     kv_dtype: str = "float32"
-    piece: int = LARGEST_PIECE
+    piece: int | None = None
 
 
 class Budget(NamedTuple):
@@ -185,7 +186,8 @@ def _step(load: Load, widest: int) -> int:
 def _piece(load: Load, widest: int) -> int:
     """Floats of a layer's activations for all tokens of a piece."""
     cfg, gdn, moe = load.cfg, load.cfg.gdn, load.cfg.moe
-    tokens, parts = min(load.piece, load.context), [0]
+    piece = largest_piece(load.batch) if load.piece is None else load.piece
+    tokens, parts = min(piece, load.context), [0]
     if gdn is not None:
         states = _STATES * gdn.key_dim * gdn.value_dim
         parts.append(gdn.value_heads * (tokens * _SYSTEMS * CHUNK + states))

@@ -57,8 +57,8 @@ def prefill(
 
         jax.jit(gdn.prefill, static_argnames=("cfg", "precision", "implementation"), donate_argnames=("state",))
 
-    `implementation` chooses the products with 4-bit weights and the chunks, as for `step`; a name that `step` refuses is
-    refused. Products with float32 weights are plain XLA under every name. Weights and `layer` as for `step`,
+    `implementation` chooses the products with 4-bit weights and the chunks, as for `step`; a name that `step` refuses
+    is refused. Products with float32 weights are plain XLA under every name. Weights and `layer` as for `step`,
     `precision` too; and it may be "bf16": products of operands rounded to bfloat16 and summed in float32, but for 4-bit
     weights, which stay exact, and b and a. S, the history, gates and norms are float32 in every precision.
 

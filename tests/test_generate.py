@@ -242,11 +242,12 @@ def test_prompts_are_padded_to_powers_of_two_and_fed_in_pieces(monkeypatch):
         return real(weights, rows, left, prompts, *rest, **kwargs)
 
     monkeypatch.setattr(generate, "feed", feed)
-    monkeypatch.setattr(generate, "LARGEST_PIECE", 32)
+    monkeypatch.setattr(generate, "LARGEST_PIECE", 4 * 32)
     rng = np.random.default_rng(0)
     long = [rng.integers(0, VOCAB, length).tolist() for length in (50, 3, 32, 33)]
     assert run(long, wanted=5)[0] == [by_hand(prompt, 5) for prompt in long]
     assert widths == [32, 32]
+    monkeypatch.setattr(generate, "LARGEST_PIECE", 32)
     for length, expected in ((1, [16]), (16, [16]), (17, [32]), (32, [32]), (33, [32, 16])):
         widths.clear()
         run([[1] * length], wanted=2)

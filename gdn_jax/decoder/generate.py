@@ -39,6 +39,7 @@ __all__ = [
     "bucket",
     "check_rows",
     "feed",
+    "largest_piece",
     "new_rows",
 ]
 
@@ -49,7 +50,7 @@ NOTHING = -1
 # programs for prompts of every length, and no more than half of a prompt's last piece is padding.
 _SMALLEST_PIECE = 16
 LARGEST_PIECE = 2048
-"""Tokens of a prompt that are read at once, at most."""
+"""Tokens of all prompts together that are read at once, at most: more rows make products no faster, and take room."""
 
 
 class Network(abc.ABC):
@@ -203,13 +204,18 @@ def bucket(count: int, *, least: int) -> int:
     return max(least, 1 << (count - 1).bit_length())
 
 
+def largest_piece(batch: int) -> int:
+    """Tokens of each of so many prompts that are read at once, at most."""
+    return max(_SMALLEST_PIECE, LARGEST_PIECE // bucket(batch, least=1))
+
+
 def _pieces(lengths: Sequence[int], marks: Sequence[Sequence[int]]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """Where each row's next piece starts and ends, until all have their length: [B] twice. No piece crosses a mark."""
     starts = np.zeros(len(lengths), np.int64)
     stops = [[*row, length] for row, length in zip(marks, lengths, strict=True)]
     while (starts < lengths).any():
         targets = [next((s for s in row if s > at), at) for row, at in zip(stops, starts, strict=True)]
-        ends = np.minimum(starts + LARGEST_PIECE, targets)
+        ends = np.minimum(starts + largest_piece(len(lengths)), targets)
         yield starts, ends
         starts = ends
 
