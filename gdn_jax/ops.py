@@ -81,7 +81,7 @@ type Matrix = Array | Q4Tensor
 # Rows of one launch or loop step of `project_rows`, and the floats of their partial sums that may be more where a
 # matrix is small: a loop has its price, too.
 _ROWS = 8
-_PARTIAL_SUMS = 1 << 21
+_PARTIAL_SUMS = 1 << 22
 _FEW_ROWS = 16
 """Rows up to which two launches of the kernel for few take no longer than one of the kernel for many: both read the
 weights at least once, and the latter does three products (q4_gemm-h200.jsonl, bench-gemv-h200.jsonl)."""
