@@ -23,8 +23,9 @@ from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.mosaic.gpu import mma_utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm, math, memref, nvvm, vector
+from jaxlib.mlir.dialects import arith, llvm, memref, nvvm
 
+from pallas_kernels.lane import BaseLane, elements
 from pallas_kernels.q4_gemm.tuning import Tile
 
 __all__ = ["COLUMN_ORDER", "STEP_COLUMNS", "launch"]
@@ -160,7 +161,8 @@ def _multiply_add_registers(_, words, scales, x, sums, *, in_flight):
     words = words.registers.reshape(shares, 2, _STEP)
     scales = scales.registers.reshape(shares, 2)
     operands = _XOperands.of(x)
-    totals = _elements(sums).reshape(shares, -1, 2, 2)  # tokens in pairs, both rows of a lane, the tokens of a pair
+    # Tokens in pairs, both rows of a lane, the tokens of a pair.
+    totals = elements(Lane, sums).reshape(shares, -1, 2, 2)
     pending = []
 
     def settle(still_in_flight):
@@ -215,13 +217,7 @@ class _XOperands(NamedTuple):
         return cls(bases, mma_utils.encode_addr(group_stride), mma_utils.encode_addr(strides[1][0]), tokens)
 
 
-def _elements(array):
-    """The elements that a lane has of an array, in the order of its registers."""
-    length = array.layout.vector_length
-    return np.fromiter((Lane.element(reg, i) for reg in array.registers.flat for i in range(length)), object)
-
-
-class Lane:
+class Lane(BaseLane):
     """What one lane does with its registers, as LLVM values."""
 
     @staticmethod
@@ -301,29 +297,3 @@ class Lane:
         """A constant."""
         kind = ir.IntegerType.get_signless(bits)
         return arith.constant(kind, ir.IntegerAttr.get(kind, value))
-
-    @staticmethod
-    def element(register, i: int):
-        """Element i of a register that is a vector."""
-        return vector.extract(register, dynamic_position=[], static_position=[i])
-
-    @staticmethod
-    def vector(values):
-        """A register of float32 elements."""
-        return vector.from_elements(ir.VectorType.get((len(values),), ir.F32Type.get()), list(values))
-
-    @staticmethod
-    def array(registers, like):
-        """The array whose registers these are, laid out as another."""
-        registers = np.fromiter(registers, object).reshape(like.registers.shape)
-        return mgpu.FragmentedArray(_registers=registers, _layout=like.layout, _is_signed=like.is_signed)
-
-    @staticmethod
-    def float(value):
-        """A float32 of a float16."""
-        return arith.extf(ir.F32Type.get(), value)
-
-    @staticmethod
-    def times_plus(a, b, c):
-        """a · b + c in one rounding."""
-        return math.fma(a, b, c)

@@ -15,14 +15,14 @@ from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm, math, vector
+from jaxlib.mlir.dialects import arith, llvm
 
+from pallas_kernels.lane import BaseLane, elements
 from pallas_kernels.q4_gemv.tuning import MosaicTile
 
 __all__ = ["launch_mosaic", "mosaic_unsupported"]
@@ -167,8 +167,8 @@ def _multiply_add(words, scales, digits, x_scales, sums, x_scales_layout):
 def _multiply_add_registers(_, words, scales, digits, x_scales, sums):
     octets = words.shape[0] // 8
     columns = [[Lane.word(register) for register in part.registers.flat] for part in digits]
-    words, scales, totals = (_elements(array).reshape(octets, -1) for array in (words, scales, sums))
-    x_scales = _elements(x_scales).reshape(-1, _RUN)
+    words, scales, totals = (elements(Lane, array).reshape(octets, -1) for array in (words, scales, sums))
+    x_scales = elements(Lane, x_scales).reshape(-1, _RUN)
     for g in range(_RUN):
         units = [Lane.times(scale, Lane.constant(1 / 16)) for scale in x_scales[:, g]]  # codes come as 16 times theirs
         for top in range(0, octets, 2):
@@ -184,12 +184,6 @@ def _multiply_add_registers(_, words, scales, digits, x_scales, sums):
     return Lane.array([Lane.vector(pair) for pair in totals], like=sums)
 
 
-def _elements(array):
-    """The elements that a lane has of an array, in the order of its registers."""
-    length = array.layout.vector_length
-    return np.fromiter((Lane.element(reg, i) for reg in array.registers.flat for i in range(length)), object)
-
-
 def _fixed_point(dots):
     """D = d_1 + d_2 / 256 + d_3 / 65536 in one rounding: the limbs after the first are joined as integers, exactly."""
     total = Lane.float(dots[0])
@@ -199,29 +193,13 @@ def _fixed_point(dots):
     return Lane.times_plus(Lane.float(rest), Lane.constant(256.0 ** (1 - len(dots))), total)
 
 
-class Lane:
+class Lane(BaseLane):
     """What one lane does with its registers, as LLVM values."""
 
     @staticmethod
     def constant(value: float):
         """A float32."""
         return arith.constant(ir.F32Type.get(), ir.FloatAttr.get(ir.F32Type.get(), value))
-
-    @staticmethod
-    def element(register, i: int):
-        """Element i of a register that is a vector."""
-        return vector.extract(register, dynamic_position=[], static_position=[i])
-
-    @staticmethod
-    def vector(values):
-        """A register of float32 elements."""
-        return vector.from_elements(ir.VectorType.get((len(values),), ir.F32Type.get()), list(values))
-
-    @staticmethod
-    def array(registers, like):
-        """The array whose registers these are, laid out as another."""
-        registers = np.fromiter(registers, object).reshape(like.registers.shape)
-        return mgpu.FragmentedArray(_registers=registers, _layout=like.layout, _is_signed=like.is_signed)
 
     @staticmethod
     def word(register):
@@ -255,20 +233,9 @@ class Lane:
         return arith.addi(arith.shli(high, arith.constant(i32, ir.IntegerAttr.get(i32, 8))), low)
 
     @staticmethod
-    def float(value):
-        """A float32 of an int32 or a float16."""
-        convert = arith.sitofp if isinstance(value.type, ir.IntegerType) else arith.extf
-        return convert(ir.F32Type.get(), value)
-
-    @staticmethod
     def times(a, b):
         """a · b in float32."""
         return arith.mulf(a, b)
-
-    @staticmethod
-    def times_plus(a, b, c):
-        """a · b + c in one rounding."""
-        return math.fma(a, b, c)
 
     @staticmethod
     def barrier():
