@@ -19,6 +19,9 @@ __all__ = ["main"]
 _QUANTISERS = ("absmax", "q4_0", "mse")
 _Q4_PARTS = ("all", "gdn")
 
+_SMALL = "64,2,6,16,32,4"
+"""The geometry of a small model, all of which can be 4-bit."""
+
 _TABLE_ROWS = 100
 """A table of more tensors than this is one of their kinds."""
 
@@ -86,12 +89,22 @@ def _add_check(commands) -> None:
     subject.add_argument("--geometry", help="a published geometry (see gdn info), or D,G,H,K,V,W as integers")
     subject.add_argument("--model", type=Path, metavar="PATH", help="a checkpoint; one of its GDN layers is checked")
     check.add_argument("--layer", type=int, default=0, help="with --model: GDN layer, counted from 0 (default 0)")
-    check.add_argument("--tokens", type=positive, default=5, metavar="T", help="length of the sequence (default 5)")
+    check.add_argument(
+        "--tokens", type=positive, metavar="T", help="length of the sequence (default 5; --speculation: 512)"
+    )
     check.add_argument("--batch", type=positive, default=1, metavar="B", help="sequences at once (default 1)")
     check.add_argument("--inputs", choices=("gaussian", "heavy", "uniform"), default="gaussian", help="distribution")
     check.add_argument("--tier", choices=("f32", "q4"), default="f32", help="form of the large projections")
     check.add_argument("--quantiser", choices=_QUANTISERS, default="absmax", help="with --tier q4 (default absmax)")
     check.add_argument("--long", action="store_true", help="without a subject: the 512-token goldens too")
+    check.add_argument(
+        "--speculation",
+        action="store_true",
+        help="a whole model with drafts against itself without: a small one, that of --model, or --geometry at random",
+    )
+    check.add_argument(
+        "--draft-tokens", type=positive, metavar="N", help="with --speculation: proposals at a time (default 3)"
+    )
     check.add_argument("--json", action="store_true", help="one JSON object instead of tables")
     check.set_defaults(run=_check)
 
@@ -179,11 +192,36 @@ def _budget(options: argparse.Namespace) -> int:
 def _check(options: argparse.Namespace) -> int:
     from gdn_jax.evidence import check
 
+    if options.speculation:
+        return _check_speculation(options)
+    if options.draft_tokens is not None:
+        raise ValueError("--draft-tokens belongs to --speculation")
     if (options.geometry or options.model) and options.long:
         raise ValueError("--long belongs to the packaged goldens; leave out --geometry and --model")
     names = ("geometry", "model", "layer", "tokens", "batch", "inputs", "long", "tier", "quantiser")
-    chosen = check.Options(**{name: getattr(options, name) for name in names})
-    return _show("check", check.run(chosen), as_json=options.json)
+    given = {name: value for name in names if (value := getattr(options, name)) is not None}
+    return _show("check", check.run(check.Options(**given)), as_json=options.json)
+
+
+def _check_speculation(options: argparse.Namespace) -> int:
+    from gdn_jax.bench import models
+    from gdn_jax.decoder.decoder import Decoder
+    from gdn_jax.evidence import speculation, subjects
+
+    foreign = {"layer": 0, "batch": 1, "inputs": "gaussian", "long": False}
+    for name, default in foreign.items():
+        if getattr(options, name) != default:
+            raise ValueError(f"--{name} does not belong to --speculation")
+    if options.model is not None:
+        name = options.model.name
+        decoder = Decoder.load(options.model, tier=options.tier, quantiser=options.quantiser)
+    else:
+        name, gdn = subjects.parse_geometry(options.geometry or _SMALL)
+        cfg = models.decoder_by_name(name, gdn)
+        decoder = Decoder(cfg=cfg, weights=models.decoder_weights(1, cfg, options.tier))
+        name = f"{name} {options.tier}, random weights"
+    given = {key: value for key in ("tokens", "draft_tokens") if (value := getattr(options, key)) is not None}
+    return _show("check", speculation.run(name, decoder, speculation.Options(**given)), as_json=options.json)
 
 
 def _convert(options: argparse.Namespace) -> int:

@@ -16,6 +16,7 @@ from jax import lax
 
 from gdn_jax import delta, linear
 from gdn_jax.axes import Active, Array, Float32, Int32
+from gdn_jax.delta_backward import with_backward
 from gdn_jax.errors import UnsupportedError
 from gdn_jax.fence import fence
 from gdn_jax.gates import log_decay, write_strength
@@ -27,6 +28,7 @@ from gdn_jax.rules import with_rules
 from pallas_kernels import attend as attend_kernels
 from pallas_kernels import delta_chunk as chunk_kernels
 from pallas_kernels import delta_step as delta_kernels
+from pallas_kernels import delta_window as window_kernels
 from pallas_kernels import limbs as limb_kernels
 from pallas_kernels import project_in, q4_gemm, q4_gemv
 from pallas_kernels.bandwidth import copy as bandwidth_copy
@@ -53,6 +55,7 @@ __all__ = [
     "choose_attend",
     "choose_delta_chunks",
     "choose_delta_layer",
+    "choose_delta_window",
     "choose_layer_input",
     "choose_product",
     "choose_rows",
@@ -63,9 +66,11 @@ __all__ = [
     "elementwise",
     "implementation_report",
     "layer_input",
+    "look_at_window",
     "project",
     "project_many",
     "project_rows",
+    "take_window",
     "with_limbs",
 ]
 
@@ -74,7 +79,7 @@ PRECISIONS = {"f32": ("exact",), "q4": ("exact", "q8")}
 """Tier of the large projections -> the precisions that a step has."""
 PROMPT_PRECISIONS = {tier: (*names, "bf16") for tier, names in PRECISIONS.items()}
 """The same for all tokens of a prompt at once, where products are of many rows."""
-OPERATIONS = ("project", "layer_input", "delta_layer", "attend", "project_rows", "delta_chunks")
+OPERATIONS = ("project", "layer_input", "delta_layer", "attend", "delta_window", "project_rows", "delta_chunks")
 
 type Matrix = Array | Q4Tensor
 
@@ -153,6 +158,7 @@ def implementation_report() -> tuple[Choice, ...]:
         choose("layer_input", None, _objections(project_in.supported, 48, 10240, 6144, 5120, 1, 3)),
         choose("delta_layer", None, _objections(delta_kernels.supported, state)),
         choose("attend", None, _objections(attend_kernels.supported, cache, 24)),
+        choose_delta_window(state, 4, None),
         choose("project_rows", None, {"mosaic": q4_gemm.supported([(48, 16384, 5120)], 512, _PIECES["exact"])}),
         choose_delta_chunks(jax.ShapeDtypeStruct((512, 1, 48, 128), jnp.float32), 16, 128, "exact", None),
     )
@@ -518,7 +524,10 @@ def delta_chunks(
     precision: str,
     implementation: str | None,
 ) -> tuple[Float32[Array, "T B H V"], Float32[Array, "B H K V"]]:
-    """`delta.clean_chunks`, by the kernel where it takes them; "q8" concerns the layer's products alone."""
+    """`delta.clean_chunks`, by the kernel where it takes them; "q8" concerns the layer's products alone.
+
+    Under `grad` the kernel still computes o and S; the backward pass is that of `delta_backward`, in plain XLA.
+    """
     precision = _chunk_precision(precision)
     choice = choose_delta_chunks(v, q.shape[2], q.shape[3], precision, implementation).implementation
     by_xla = functools.partial(delta.clean_chunks, precision=precision)
@@ -528,7 +537,8 @@ def delta_chunks(
     by_kernel = functools.partial(
         chunk_kernels.delta_chunk, precision=precision, backend=None if interpret else choice, interpret=interpret
     )
-    return with_rules(by_kernel, by_xla, implementation)(s, q, k, v, beta, g)
+    form = with_rules(by_kernel, by_xla, implementation)
+    return with_backward(form, precision=precision)(s, q, k, v, beta, g)
 
 
 def _chunk_precision(precision: str) -> str:
@@ -573,6 +583,64 @@ def delta_layer(
     )
 
 
+def choose_delta_window(state: Any, tokens: int, implementation: str | None) -> Choice:
+    """The implementation of the delta rule over a window, for S [L, B, H, K, V] (anything with a shape)."""
+    return choose("delta_window", implementation, _objections(window_kernels.supported, state, tokens))
+
+
+def look_at_window(
+    state: Float32[Array, "L B H K V"],
+    history: Float32[Array, "L B P C"],
+    layer: Int32[Array, ""],
+    xc: Float32[Array, "T B C"],
+    conv: Float32[Array, "L C W"],
+    z: Float32[Array, "T B H V"],
+    beta: Float32[Array, "T B H"],
+    g: Float32[Array, "T B H"],
+    norm: Float32[Array, "L V"],
+    lengths: Int32[Array, "B"],
+    *,
+    key_heads: int,
+    norm_eps: float,
+    limbs: int,
+    interpret: bool,
+) -> Array | Activations:
+    """Convolution, delta rule and both norms of one layer for the tokens of a window, from a state that stays as it is.
+
+    The output [T, B, H, V], or its T·B rows as limbs.
+    """
+    made = window_kernels.delta_window_look(
+        *(state, history, _index(layer), xc, conv, z, beta, g, norm),
+        weight_layer=_index(layer),
+        key_heads=key_heads,
+        qk_eps=QK_EPS,
+        eps=norm_eps,
+        lengths=lengths,
+        split=_splitter(limbs) if limbs else None,
+        limbs=limbs,
+        interpret=interpret,
+    )
+    return Activations(None, made.digits, made.x_scales) if limbs else made.onn
+
+
+def take_window(
+    state: Float32[Array, "L B H K V"],
+    history: Float32[Array, "L B P C"],
+    xc: Float32[Array, "L T B C"],
+    conv: Float32[Array, "L C W"],
+    beta: Float32[Array, "L T B H"],
+    g: Float32[Array, "L T B H"],
+    counts: Int32[Array, "B"],
+    *,
+    key_heads: int,
+    interpret: bool,
+) -> tuple[Float32[Array, "L B H K V"], Float32[Array, "L B P C"]]:
+    """S and history of all layers with the first `counts` tokens of a window taken, in place."""
+    return window_kernels.delta_window_fold(
+        *(state, history, xc, conv, beta, g, counts), key_heads=key_heads, qk_eps=QK_EPS, interpret=interpret
+    )
+
+
 def choose_attend(keys: Any, heads: int, implementation: str | None) -> Choice:
     """The implementation of what lies between full attention's projections, for `heads` query heads and a cache.
 
@@ -586,25 +654,27 @@ def choose_attend(keys: Any, heads: int, implementation: str | None) -> Choice:
     return choose("attend", implementation, objections)
 
 
-def attend_limbs(w: Matrix, keys: Any, heads: int, precision: str, implementation: str | None) -> int:
-    """Limbs that the kernels are to leave full attention's output in, for a product with w; 0: in float32."""
-    _, batch, _, _, head_dim = keys.shape
+def attend_limbs(w: Matrix, keys: Any, heads: int, rows: int, precision: str, implementation: str | None) -> int:
+    """Limbs that the kernels are to leave so many rows of full attention's output in, for a product with w; 0: in
+    float32.
+    """
+    head_dim = keys.shape[-1]
     if not isinstance(w, Q4Tensor) or attend_kernels.supported(keys, heads, limbs=LIMBS[precision], interpret=True):
         return 0
-    name = _kernel_for((w,), (batch, heads * head_dim), precision, implementation)
+    name = _kernel_for((w,), (rows, heads * head_dim), precision, implementation)
     return 0 if name is None else LIMBS[precision]
 
 
 def attend_from_cache(
-    q: Float32[Array, "B Nq both"],
-    k: Float32[Array, "B N Hd"],
-    v: Float32[Array, "B N Hd"],
+    q: Float32[Array, "M Nq both"],
+    k: Float32[Array, "M N Hd"],
+    v: Float32[Array, "M N Hd"],
     q_norm: Float32[Array, "Lw Hd"],
     k_norm: Float32[Array, "Lw Hd"],
     keys: Array,
     values: Array,
     layer: Int32[Array, ""],
-    position: Int32[Array, "B"],
+    position: Int32[Array, "M"],
     writes: Active,
     frequencies: Float32[Array, "half"],
     *,
@@ -613,7 +683,8 @@ def attend_from_cache(
     interpret: bool,
 ) -> tuple[Array | Activations, Array, Array]:
     """Full attention between its projections, by kernels: q and k made ready, the cache [A, B, S, N, Hd] written in
-    place, and the gated output [B, Nq·Hd] as limbs (0: in float32). q has its gate in the second half of each head.
+    place, and the gated output [M, Nq·Hd] as limbs (0: in float32). q has its gate in the second half of each head.
+    Row m belongs to sequence m mod B.
     """
     how = {"layer": _index(layer), "position": position, "interpret": interpret}
     placed = attend_kernels.place(

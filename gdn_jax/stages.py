@@ -19,7 +19,17 @@ from gdn_jax.norms import gated_rms_norm, l2_normalise
 from gdn_jax.ops import Activations, project_many
 from gdn_jax.weights import GdnWeights
 
-__all__ = ["Inner", "Stages", "advance", "advance_active", "inner_inputs", "keep_inactive"]
+__all__ = [
+    "Inner",
+    "Projected",
+    "Stages",
+    "advance",
+    "advance_active",
+    "inner_inputs",
+    "keep_inactive",
+    "project_in",
+    "recur",
+]
 
 
 class Stages(NamedTuple):
@@ -41,6 +51,17 @@ class Stages(NamedTuple):
     history: Array  # [B, W-1, C] next convolution history
 
 
+class Projected(NamedTuple):
+    """Step 1: what the four projections and the gates make of each token by itself."""
+
+    xc: Array
+    z: Array
+    a: Array
+    b: Array
+    beta: Array
+    g: Array
+
+
 class Inner(NamedTuple):
     """The input half of a layer: what projections, gates and convolution leave for the delta rule."""
 
@@ -54,18 +75,17 @@ class Inner(NamedTuple):
     history: Array
 
 
-def inner_inputs(
+def project_in(
     w: GdnWeights,
-    history: Float32[Array, "B P C"],
-    x: Float32[Array, "B D"] | Activations,
+    x: Float32[Array, "M D"] | Activations,
     cfg: GdnConfig,
     precision: str,
     implementation: str | None,
     *,
     stack: GdnWeights | None = None,
     layer: Array | None = None,
-) -> Inner:
-    """Steps 1 and 2: the four projections (by `implementation`), the gates, the convolution.
+) -> Projected:
+    """Step 1: the four projections (by `implementation`) and the gates, for rows that may be of any tokens.
 
     The large projections may come as layer `layer` of a stack, to be read in place.
     """
@@ -78,9 +98,43 @@ def inner_inputs(
         z = z.reshape(-1, cfg.value_heads, cfg.value_dim)
     with jax.named_scope("gates"):
         beta, g = fence((write_strength(b), log_decay(a, w.dt_bias, w.A_log)))
+    return Projected(xc, z, a, b, beta, g)
+
+
+def inner_inputs(
+    w: GdnWeights,
+    history: Float32[Array, "B P C"],
+    x: Float32[Array, "B D"] | Activations,
+    cfg: GdnConfig,
+    precision: str,
+    implementation: str | None,
+    *,
+    stack: GdnWeights | None = None,
+    layer: Array | None = None,
+) -> Inner:
+    """`project_in`, and step 2, the convolution."""
+    made = project_in(w, x, cfg, precision, implementation, stack=stack, layer=layer)
     with jax.named_scope("conv"):
-        xcv, next_history = fence(conv_step(history, xc, w.conv))
-    return Inner(xc, z, a, b, beta, g, xcv, next_history)
+        xcv, next_history = fence(conv_step(history, made.xc, w.conv))
+    return Inner(**made._asdict(), xcv=xcv, history=next_history)
+
+
+def recur(
+    w: GdnWeights, s: Float32[Array, "B H K V"], xcv: Float32[Array, "B C"], made: Any, cfg: GdnConfig
+) -> tuple[Array, Array, Array, Array, Array]:
+    """Steps 3 to 6, from the convolution's output to the gated norm: q, k, `on`, `onn` and the next S.
+
+    `made` is `Projected` or `Inner`.
+    """
+    with jax.named_scope("qk_norm"):
+        q, k, v = jnp.split(xcv, (cfg.key_channels, 2 * cfg.key_channels), axis=1)
+        q, k = (l2_normalise(heads.reshape(-1, cfg.key_heads, cfg.key_dim)) for heads in (q, k))
+        q, k = fence((q * jnp.float32(cfg.key_dim**-0.5), k))
+    with jax.named_scope("delta_rule"):
+        on, next_s = fence(delta_step(s, q, k, v.reshape(made.z.shape), made.beta, made.g))
+    with jax.named_scope("gated_norm"):
+        onn = fence(gated_rms_norm(on, w.norm, made.z, cfg.norm_eps))
+    return q, k, on, onn, next_s
 
 
 def advance(
@@ -100,14 +154,7 @@ def advance(
     # The inputs too: a loop slices x out of a sequence, a single step does not.
     s, history, x = fence((s, history, x))
     inner = inner_inputs(w, history, x, cfg, precision, "xla")
-    with jax.named_scope("qk_norm"):
-        q, k, v = jnp.split(inner.xcv, (cfg.key_channels, 2 * cfg.key_channels), axis=1)
-        q, k = (l2_normalise(heads.reshape(batch, cfg.key_heads, cfg.key_dim)) for heads in (q, k))
-        q, k = fence((q * jnp.float32(cfg.key_dim**-0.5), k))
-    with jax.named_scope("delta_rule"):
-        on, next_s = fence(delta_step(s, q, k, v.reshape(inner.z.shape), inner.beta, inner.g))
-    with jax.named_scope("gated_norm"):
-        onn = fence(gated_rms_norm(on, w.norm, inner.z, cfg.norm_eps))
+    q, k, on, onn, next_s = recur(w, s, inner.xcv, inner, cfg)
     with jax.named_scope("project_out"):
         onn_flat = onn.reshape(batch, cfg.value_channels)
         [out] = fence(project_many((w.large.out,), onn_flat, precision=precision, implementation="xla"))

@@ -16,12 +16,13 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from gdn_jax import cli
-from gdn_jax.decoder import conversation, decoder, generate
+from gdn_jax.decoder import conversation, decoder, generate, network
 from gdn_jax.decoder.compilation import CompileClock, keep_compiled_programs
 from gdn_jax.decoder.conversation import Conversation
 from gdn_jax.decoder.decoder import Decoder
 from gdn_jax.decoder.generate import NOTHING, Generation, Network, Policy, Rows, new_rows
 from gdn_jax.decoder.interrupts import Interrupts
+from gdn_jax.decoder.network import TextNetwork
 from gdn_jax.decoder.sample import GREEDY, SamplingParams, sample
 from gdn_jax.decoder.state import DecoderState
 from gdn_jax.decoder.tokenizer import load_tokenizer
@@ -599,12 +600,12 @@ def test_prompts_have_a_precision_of_their_own(monkeypatch):
         return function
 
     for name in ("decode_step", "prefill_tokens"):
-        monkeypatch.setattr(decoder, name, taken(name))
+        monkeypatch.setattr(network, name, taken(name))
     model = Decoder.load(FIXTURES / "qwen3_5-f32", prompt_precision="bf16")
-    network = decoder.TextNetwork(model.cfg, model.precision, prompt_precision=model.prompt_precision)
+    both = TextNetwork(model.cfg, model.precision, prompt_precision=model.prompt_precision)
     ids = jnp.zeros((1, 2), jnp.int32)
-    network.step(None, None, ids[:, 0], ids[:, 0])
-    network.prefill(None, None, ids, ids[:, 0])
+    both.step(None, None, ids[:, 0], ids[:, 0])
+    both.prefill(None, None, ids, ids[:, 0])
     assert asked == {"decode_step": "exact", "prefill_tokens": "bf16"}
 
 

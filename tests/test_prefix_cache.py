@@ -13,8 +13,8 @@ import pytest
 import gdn_jax as gdn
 from gdn_jax.decoder import decoder as gdn_decoder
 from gdn_jax.decoder import generate, prefix_cache
-from gdn_jax.decoder.decoder import TextNetwork
 from gdn_jax.decoder.generate import new_rows
+from gdn_jax.decoder.network import TextNetwork
 from gdn_jax.decoder.prefix_cache import CachedPrompts
 from gdn_jax.decoder.state import decoder_state_shapes, init_decoder_state
 from gdn_jax.decoder.tokenizer import load_tokenizer

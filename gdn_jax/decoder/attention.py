@@ -62,15 +62,16 @@ def attention_step(
 ) -> tuple[Float32[Array, "B D"], Cache]:
     """Carry attention layer `layer` of the stack one token forward: x [B, D] -> y [B, D].
 
-    Rows where `writes` is false leave the cache as it is; their y means nothing.
+    Rows where `writes` is false leave the cache as it is; their y means nothing. x may have T·B rows, row t·B + b being
+    token t of sequence b, each at a `position` of its own: those that follow each other see each other, as T steps do.
     """
-    batch = position.shape[0]
+    rows = position.shape[0]
     with jax.named_scope("project_in"):
         q, k, v = fence(
             project_many((w.q, w.k, w.v), x, precision=precision, implementation=implementation, layer=layer)
         )
-        k, v = (array.reshape(batch, cfg.kv_heads, cfg.head_dim) for array in (k, v))
-        heads = _Heads(q.reshape(batch, cfg.heads, 2 * cfg.head_dim), k, v)
+        k, v = (array.reshape(rows, cfg.kv_heads, cfg.head_dim) for array in (k, v))
+        heads = _Heads(q.reshape(rows, cfg.heads, 2 * cfg.head_dim), k, v)
     operands = (w.q_norm, w.k_norm), cache, heads, position, writes, layer
     choice = choose_attend(cache.keys, cfg.heads, implementation)
     if choice.implementation == "xla":
@@ -79,7 +80,7 @@ def attention_step(
         with jax.named_scope("project_out"):
             made = elementwise(gated, o, gate, **how)
     else:
-        limbs = attend_limbs(w.o, cache.keys, cfg.heads, precision, implementation)
+        limbs = attend_limbs(w.o, cache.keys, cfg.heads, rows, precision, implementation)
         program = functools.partial(_by_kernels, cfg=cfg, limbs=limbs, interpret=choice.implementation == "interpret")
         # Limbs go to a kernel that has no such rules either.
         made, cache = (program if limbs else with_rules(program, _gated_by_xla(cfg), implementation))(*operands)
@@ -115,12 +116,27 @@ def _by_xla(norms, cache, heads, position, writes, layer, *, cfg):
     """The output and its gate, [B, Nq·Hd] both, and the cache."""
     q, gate = jnp.split(heads.q, 2, axis=-1)
     q, k = ready(q, heads.k, norms, position, layer, cfg)
+    batch, capacity = cache.keys.shape[1:3]
+    tokens = position.shape[0] // batch
     with jax.named_scope("cache"):
-        slots = jnp.where(writes, position, cache.keys.shape[2])  # beyond the end: dropped
-        cache = keep(cache, k, heads.v, slots, layer)
+        # Beyond the end they are dropped, every token in a slot of its own there.
+        beyond = capacity + jnp.arange(position.shape[0], dtype=jnp.int32) // batch
+        slots = jnp.where(writes, position, beyond)
+        k, v, slots = (_by_token(x, tokens) for x in (k, heads.v, slots))
+        cache = keep(cache, k, v, slots, layer)
     with jax.named_scope("attend"):
-        o = fence(attend(q, of_layer(cache.keys, layer), of_layer(cache.values, layer), position))
+        kept = (of_layer(cache.keys, layer), of_layer(cache.values, layer))
+        if tokens == 1:
+            o = fence(attend(q, *kept, position))
+        else:
+            by_token = tuple(_by_token(x, tokens) for x in (q, position))
+            o = fence(jax.lax.map(lambda token: attend(token[0], *kept, token[1]), by_token))
     return *(x.reshape(-1, cfg.queries) for x in (o, gate)), cache
+
+
+def _by_token(x: Array, tokens: int) -> Array:
+    """Rows [T·B, …] as [T, B, …], or as they are where there is one token of each sequence."""
+    return x if tokens == 1 else x.reshape(tokens, -1, *x.shape[1:])
 
 
 def _gated_by_xla(cfg):

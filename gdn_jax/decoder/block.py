@@ -13,14 +13,17 @@ from typing import Any, NamedTuple
 import jax
 
 from gdn_jax.axes import Array, Bool, Int32
+from gdn_jax.config import GdnConfig
 from gdn_jax.decoder.attention import Cache, attention_step
 from gdn_jax.decoder.config import DecoderConfig, LayerPlan
 from gdn_jax.decoder.mlp import mlp_step
 from gdn_jax.decoder.moe import moe_step
-from gdn_jax.layer import unchecked_step
 from gdn_jax.ops import add_and_norm, dense
 
-__all__ = ["Flow", "Place", "Settings", "block_step", "blocks"]
+__all__ = ["Flow", "Mixer", "Place", "Settings", "block_step", "blocks"]
+
+type Mixer = Callable[[Any, Any, GdnConfig, Int32[Array, ""]], tuple[Array, Any]]
+"""(memory, input, the layers' configuration, the layer's number among them) -> output, memory."""
 
 
 class Flow(NamedTuple):
@@ -30,7 +33,7 @@ class Flow(NamedTuple):
     y: Array
     """From the part before: the sum is made where the next norm reads it."""
     gdn: Any
-    """`GdnState`, or None where the model has no GDN layers."""
+    """What GDN layers carry: `GdnState` in a step; None where the model has none."""
     cache: Cache
 
 
@@ -85,15 +88,17 @@ def blocks(
 def block_step(
     weights: Any,
     flow: Flow,
-    position: Int32[Array, "B"],
-    writes: Bool[Array, "B"],
+    position: Int32[Array, "M"],
+    writes: Bool[Array, "M"],
     plan: LayerPlan,
     place: Place,
     settings: Settings,
+    gdn_step: Mixer,
 ) -> Flow:
-    """Carry one token through the layer at `place`, whose parts are of the kinds that `plan` says.
+    """Carry the rows of `flow` through the layer at `place`, whose parts are of the kinds that `plan` says.
 
-    Rows where `writes` is false leave the state as it is, and their x means nothing.
+    A row is one token, with its own `position` and `writes`; where `writes` is false it leaves the state as it is, and
+    its x means nothing. `gdn_step` is what GDN layers do.
     """
     cfg = settings.cfg
     x, y, memory, cache = flow
@@ -103,7 +108,7 @@ def block_step(
         if plan.mixer == "linear_attention" and cfg.gdn is not None:
             large = weights.gdn.layers.large
             x, h = norm(x, y, weights.input_norm, consumers=(large.qkv, large.z))
-            y, memory = unchecked_step(weights.gdn, memory, h, cfg.gdn, place.mixer, writes, *how.values())
+            y, memory = gdn_step(memory, h, cfg.gdn, place.mixer)
         else:
             w = weights.attention
             x, h = norm(x, y, weights.input_norm, consumers=(w.q, w.k, w.v))

@@ -14,11 +14,10 @@ import numpy as np
 
 import checkpoints
 from gdn_jax import ops
-from gdn_jax.axes import Array
 from gdn_jax.decoder.answer import Answer
 from gdn_jax.decoder.compilation import CompileClock
 from gdn_jax.decoder.config import DecoderConfig
-from gdn_jax.decoder.generate import NOTHING, Generation, Network, Policy, Rows, bucket, check_rows, new_rows
+from gdn_jax.decoder.generate import NOTHING, Generation, Policy, Rows, bucket, check_rows, new_rows
 from gdn_jax.decoder.generation_config import (
     END_KEYS,
     VISION_KEYS,
@@ -28,10 +27,11 @@ from gdn_jax.decoder.generation_config import (
     vision_ids,
 )
 from gdn_jax.decoder.interrupts import Interrupts
-from gdn_jax.decoder.model import decode_step, prefill_tokens
+from gdn_jax.decoder.network import TextNetwork
 from gdn_jax.decoder.prefix_cache import CachedPrompts, PrefixCache
 from gdn_jax.decoder.prompts import NO_TOKENIZER, read_count, read_prompts, read_stops
 from gdn_jax.decoder.sample import GREEDY, SamplingParams
+from gdn_jax.decoder.speculate import DraftCounts, Drafting, SpeculativeGeneration
 from gdn_jax.decoder.state import decoder_state_shapes, init_decoder_state
 from gdn_jax.decoder.text_stream import TextStream
 from gdn_jax.decoder.weights import DecoderWeights, read_decoder
@@ -46,34 +46,13 @@ if TYPE_CHECKING:
 
 OnText = Callable[[int, str], None]
 
-__all__ = ["Decoder", "GenerateResult", "TextNetwork", "Timings"]
+__all__ = ["Decoder", "GenerateResult", "Timings"]
 
 # Room is allotted in powers of two from here on, so that requests of similar length share programs.
 _LEAST_CAPACITY = 256
 # The ids that end a row are padded to a multiple of this with an id that no token has, for the same reason.
 _ENDS = 8
 _NO_TOKEN = -3
-
-
-@dataclasses.dataclass(frozen=True)
-class TextNetwork(Network):
-    """The pure functions of `model` with everything settled that changes their result, as a `Network`."""
-
-    cfg: DecoderConfig
-    precision: str = "exact"
-    implementation: str | None = None
-    prompt_precision: str = "exact"
-
-    def step(self, weights: Any, state: Any, tokens: Array, active: Array) -> tuple[Array, Any]:
-        """One token for the active rows."""
-        return decode_step(weights, state, tokens, active=active, **self._named(self.precision))
-
-    def prefill(self, weights: Any, state: Any, tokens: Array, lengths: Array) -> tuple[Array, Any]:
-        """The first `lengths` tokens of every row."""
-        return prefill_tokens(weights, state, tokens, lengths=lengths, **self._named(self.prompt_precision))
-
-    def _named(self, precision: str) -> dict[str, Any]:
-        return {"cfg": self.cfg, "precision": precision, "implementation": self.implementation}
 
 
 class Timings(NamedTuple):
@@ -101,7 +80,7 @@ class GenerateResult:
     `tokens` int32 [B, n]: the new tokens, -1 after the end of a row; `lengths` int32 [B] counts them. The token that
     ended a row is among them. `text`: without special tokens, cut before a stop string; None without a tokenizer.
     `finish_reason`: "eos" (a token of `ends`), "stop" (a stop string), "length" (`max_new_tokens`) or "interrupted".
-    `state`: the sequences, to go on from; None unless asked for.
+    `state`: the sequences, to go on from; None unless asked for. `drafts`: how drafting went; None without.
     """
 
     tokens: np.ndarray
@@ -110,6 +89,7 @@ class GenerateResult:
     finish_reason: tuple[str, ...]
     timings: Timings
     state: Any = None
+    drafts: DraftCounts | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -202,6 +182,7 @@ class Decoder:
         state: Rows | None = None,
         keep_state: bool = False,
         prefix_cache: PrefixCache | None = None,
+        draft: Drafting | None = None,
         chunk: int = 16,
     ) -> GenerateResult:
         """Continue a prompt, or a batch of prompts of any lengths, by up to `max_new_tokens` tokens each.
@@ -219,6 +200,10 @@ class Decoder:
         With a `prefix_cache`, a prompt that begins as one did that was read before goes on from the state that was kept
         then, and reads only the rest: the tokens are the same, up to the rounding of reading a prompt in other pieces.
         See `PrefixCache` for what is kept. For prompts from the beginning only, not with a `state`.
+
+        With `draft`, tokens are proposed and looked at several at a time: the same tokens, sooner where many proposals
+        are right. `drafts` of the result counts them; `chunk` then counts rounds. See `draft_by_ngrams`,
+        `draft_by_model` and `draft_by_mtp`. A drafter knows the tokens of this request, not those of a given `state`.
 
         Ctrl-C ends the generation, not the program: the result holds what was generated so far, its reason is
         "interrupted", and its state is as good as any other. A second Ctrl-C raises KeyboardInterrupt.
@@ -249,10 +234,15 @@ class Decoder:
         if prefix_cache is not None:
             cached = self._cached(prefix_cache, network, prompts, fresh=state is None)
             reading = {"prompts": cached.rests, "marks": cached.marks, "at_mark": cached.keep}
+        kind: Callable[..., Generation] = Generation
+        if draft is not None:
+            _check_draft(draft, self.cfg)
+            known = [prompt[:count] for prompt, count in zip(prompts, cached.reused, strict=True)] if cached else None
+            kind = functools.partial(SpeculativeGeneration, drafting=draft, known=known)
 
         answers = [Answer(self._stream(stops), ends) for _ in prompts]
         with CompileClock() as compiling, Interrupts() as interrupts:
-            generation = Generation(
+            generation = kind(
                 network,
                 self.weights,
                 rows if cached is None else cached.restore(rows),
@@ -286,6 +276,7 @@ class Decoder:
                 reused_tokens=0 if cached is None else sum(cached.reused),
             ),
             state=rows if keep_state else None,
+            drafts=generation.counts if isinstance(generation, SpeculativeGeneration) else None,
         )
 
     @functools.cached_property
@@ -389,6 +380,16 @@ def _policy(sampling: SamplingParams, ends: frozenset[int], batch: int) -> Polic
     padded = np.full(max(1, -(-len(ends) // _ENDS)) * _ENDS, _NO_TOKEN, np.int32)
     padded[: len(ends)] = sorted(ends)
     return Policy(sampling.knobs(), jnp.asarray(sampling.row_seeds(batch)), jnp.asarray(padded))
+
+
+def _check_draft(draft: Any, cfg: DecoderConfig) -> None:
+    require_kind("draft", draft, Drafting)
+    vocab = draft.drafter.vocab
+    if vocab is not None and vocab != cfg.vocab:
+        raise ValueError(
+            f"a drafter must draw from the model's vocabulary of {cfg.vocab} tokens, got one of {vocab}; draft by a "
+            "model of the same family"
+        )
 
 
 def _check_rows(rows: Any, cfg: DecoderConfig, batch: int) -> None:

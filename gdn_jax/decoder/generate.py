@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gdn_jax.axes import Array, Leaf
+from gdn_jax.axes import Array, Bool, Float32, Int32, Leaf
 from gdn_jax.decoder.config import DecoderConfig
 from gdn_jax.decoder.sample import NOT_FINITE, Knobs, sample
 from gdn_jax.decoder.state import DecoderState, check_decoder_state
@@ -36,10 +36,13 @@ __all__ = [
     "Policy",
     "Rows",
     "advance",
+    "after_prompts",
     "bucket",
     "check_rows",
+    "ends_row",
     "feed",
     "largest_piece",
+    "marked",
     "new_rows",
 ]
 
@@ -160,14 +163,35 @@ def feed(
     Of the `wanted` tokens, one is drawn here; nothing is left after a token of `policy.ends`. A row of length 0 keeps
     its tokens and its `left` int32 [B].
     """
-    batch, width = prompts.shape
-    fed = jnp.arange(width, dtype=jnp.int32)[None] < lengths[:, None]
-    seen = rows.seen.at[jnp.arange(batch)[:, None], prompts].max(fed)
     logits, state = network.prefill(weights, rows.state, prompts, lengths)
+    return after_prompts(rows, logits, state, left, prompts, lengths, wanted, policy)
+
+
+def after_prompts(
+    rows: Rows,
+    logits: Float32[Array, "B vocab"],
+    state: Any,
+    left: Int32[Array, "B"],
+    prompts: Int32[Array, "B T"],
+    lengths: Int32[Array, "B"],
+    wanted: Array,
+    policy: Policy,
+) -> tuple[Rows, Array, Array]:
+    """What `feed` returns, from the logits and the state that prompts led to."""
+    seen = marked(rows.seen, prompts, lengths)
     drawn, ended = _drawn(logits, seen, state.position, policy)
     tokens = jnp.where(lengths > 0, drawn, rows.tokens)
     left = jnp.where(lengths > 0, jnp.where(ended, jnp.int32(0), wanted - 1), left)
     return Rows(state=state, tokens=tokens, seen=seen), left, tokens[None]
+
+
+def marked(
+    seen: Bool[Array, "B vocab"], tokens: Int32[Array, "B T"], lengths: Int32[Array, "B"]
+) -> Bool[Array, "B vocab"]:
+    """`seen` with the first `lengths` of the tokens."""
+    batch, width = tokens.shape
+    counted = jnp.arange(width, dtype=jnp.int32)[None] < lengths[:, None]
+    return seen.at[jnp.arange(batch)[:, None], tokens].max(counted)
 
 
 @functools.partial(jax.jit, static_argnames=("network", "steps"), donate_argnames=("rows",))
@@ -196,7 +220,13 @@ def advance(
 def _drawn(logits: Array, seen: Array, position: Array, policy: Policy) -> tuple[Array, Array]:
     """The tokens that come to stand at `position` [B], and which of them end their row."""
     drawn = sample(logits, seen, policy.seeds, position, policy.knobs)
-    return drawn, jnp.any(drawn[:, None] == policy.ends[None], axis=1) | (drawn == NOT_FINITE)
+    return drawn, ends_row(drawn, policy)
+
+
+def ends_row(drawn: Int32[Array, "..."], policy: Policy) -> Bool[Array, "..."]:
+    """Which tokens end their row."""
+    ends = policy.ends.reshape(*(1,) * drawn.ndim, -1)
+    return jnp.any(drawn[..., None] == ends, axis=-1) | (drawn == NOT_FINITE)
 
 
 def bucket(count: int, *, least: int) -> int:
@@ -293,10 +323,8 @@ class Generation:
             piece = np.zeros((len(prompts), bucket(int(counts.max()), least=_SMALLEST_PIECE)), np.int32)
             for row, prompt in enumerate(prompts):
                 piece[row, : counts[row]] = prompt[starts[row] : ends[row]]
-            fed = (jnp.asarray(piece), jnp.asarray(counts, jnp.int32))
-            rows, left, block = feed(
-                self._weights, rows, left, *fed, jnp.int32(wanted), self._policy, network=self._network
-            )
+            fed = (jnp.asarray(piece), jnp.asarray(counts, jnp.int32), jnp.int32(wanted))
+            rows, left, block = self._read_piece(rows, left, *fed)
             for row in np.flatnonzero(counts).tolist():
                 if self._at_mark is not None and ends[row] in marks[row]:
                     self._at_mark(row, int(ends[row]), rows)
@@ -307,7 +335,7 @@ class Generation:
             if self._undispatched > 0 and self._running.any():
                 self._dispatch()
             self._read = self._queue.popleft()
-            tokens = np.asarray(self._read.tokens)
+            tokens = self._on_host(self._read.tokens)
             bad = np.flatnonzero((tokens == NOT_FINITE).any(axis=0))
             if bad.size:
                 raise GdnError(
@@ -341,16 +369,28 @@ class Generation:
             for row, (mark, count) in self._rewinds.items():
                 steps[row] = count
                 rows = _back_to(rows, mark, jnp.arange(steps.size) == row)
-            # The same program on the same values draws the same tokens again.
-            rows, _, _ = self._advance(rows, jnp.asarray(steps))
+            rows = self._again(rows, jnp.asarray(steps))
         return rows
+
+    def _again(self, rows: Rows, steps: Array) -> Rows:
+        """Rows that went back to a mark, with so many of the tokens drawn that they drew from there."""
+        # The same program on the same values draws the same tokens again.
+        return self._advance(rows, steps)[0]
 
     def _dispatch(self) -> None:
         before = _Mark.of(self._rows) if self._rewindable else None
         self._rows, self._left, tokens = self._advance(self._rows, self._left)
-        tokens.copy_to_host_async()
+        for leaf in jax.tree.leaves(tokens):
+            leaf.copy_to_host_async()
         self._queue.append(_Block(tokens, before))
         self._undispatched -= self._chunk
+
+    def _read_piece(self, rows: Rows, left: Array, piece: Array, lengths: Array, wanted: Array) -> Any:
+        return feed(self._weights, rows, left, piece, lengths, wanted, self._policy, network=self._network)
+
+    def _on_host(self, tokens: Any) -> np.ndarray:
+        """A block that `_advance` gave, as it is given out."""
+        return np.asarray(tokens)
 
     def _advance(self, rows: Rows, left: Array) -> tuple[Rows, Array, Array]:
         return advance(self._weights, rows, left, self._policy, network=self._network, steps=self._chunk)

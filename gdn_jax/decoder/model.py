@@ -1,7 +1,7 @@
 """The whole decoder: token ids in, logits and the next state out; one token at a time, or a prompt at once."""
 
 import typing
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -9,18 +9,31 @@ import jax.numpy as jnp
 from gdn_jax.axes import Array, Bool, Float32, Int32
 from gdn_jax.border import check_active
 from gdn_jax.decoder.attention import Cache
-from gdn_jax.decoder.block import Flow, Settings, block_step, blocks
+from gdn_jax.decoder.block import Flow, Mixer, Settings, block_step, blocks
 from gdn_jax.decoder.border import check_decode, check_lengths
 from gdn_jax.decoder.config import DecoderConfig
 from gdn_jax.decoder.piece import Piece, piece_block
 from gdn_jax.decoder.state import DecoderState
 from gdn_jax.decoder.weights import DecoderWeights
 from gdn_jax.fence import fence
+from gdn_jax.layer import unchecked_step
 from gdn_jax.norms import rms_norm
 from gdn_jax.ops import PROMPT_PRECISIONS, project
 from gdn_jax.q4 import Q4Tensor, dequantize
 
-__all__ = ["decode_step", "embed", "hidden_piece", "hidden_step", "logits_of", "prefill_tokens"]
+__all__ = [
+    "Read",
+    "acceptable",
+    "acceptable_lengths",
+    "decode_step",
+    "embed",
+    "hidden_piece",
+    "hidden_step",
+    "logits_of",
+    "prefill_tokens",
+    "read_piece",
+    "through_layers",
+]
 
 
 @typing.no_type_check
@@ -87,30 +100,53 @@ def prefill_tokens(
     """
     tokens = check_decode(weights, state, tokens, "B T", cfg, precision, implementation, precisions=PROMPT_PRECISIONS)
     lengths = check_lengths(lengths, state.batch, tokens.shape[1])
-    return _prefill_tokens(weights, state, tokens, lengths, Settings(cfg, precision, implementation))
+    read = read_piece(weights, state, tokens, lengths, Settings(cfg, precision, implementation))
+    return read.logits, read.state
 
 
 def _decode_step(
     weights: Any, state: Any, tokens: Int32[Array, "B"], active: Bool[Array, "B"] | None, settings: Settings
 ) -> tuple[Float32[Array, "B vocab"], Any]:
     wanted = jnp.ones_like(tokens, bool) if active is None else active
-    writes = wanted & _acceptable(tokens, state.position, state, settings.cfg)
+    writes = wanted & acceptable(tokens, state.position, state, settings.cfg)
     hidden, state = hidden_step(weights, state, tokens, writes, settings)
     return _marked(logits_of(weights, hidden, settings), wanted, writes), state
 
 
-def _prefill_tokens(
+class Read(NamedTuple):
+    """What came of reading a piece."""
+
+    logits: Float32[Array, "B vocab"]
+    """After each row's last token."""
+    state: Any
+    hidden: Float32[Array, "B T D"]
+    """Of every token, after the final norm; beyond a row's length it means nothing."""
+
+
+def read_piece(
     weights: Any, state: Any, tokens: Int32[Array, "B T"], lengths: Int32[Array, "B"], settings: Settings
-) -> tuple[Float32[Array, "B vocab"], Any]:
-    if tokens.shape[1] == 0:
-        return jnp.zeros((tokens.shape[0], settings.cfg.vocab), jnp.float32), state
-    lengths = jnp.clip(lengths, 0, tokens.shape[1])
-    index = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
-    refused = (index < lengths[:, None]) & ~_acceptable(tokens, state.position[:, None] + index, state, settings.cfg)
-    taken = jnp.where(jnp.any(refused, axis=1), jnp.argmax(refused, axis=1).astype(jnp.int32), lengths)
+) -> Read:
+    """`prefill_tokens` without its checks, and with what the model made of every token."""
+    batch, count = tokens.shape
+    if count == 0:
+        logits, hidden = ((batch, settings.cfg.vocab), (batch, 0, settings.cfg.hidden))
+        return Read(jnp.zeros(logits, jnp.float32), state, jnp.zeros(hidden, jnp.float32))
+    lengths = jnp.clip(lengths, 0, count)
+    taken = acceptable_lengths(tokens, lengths, state, settings.cfg)
     hidden, state = hidden_piece(weights, state, tokens, taken, settings)
+    last = jnp.maximum(taken - 1, 0)
+    logits = logits_of(weights, jnp.take_along_axis(hidden, last[:, None, None], axis=1)[:, 0], settings)
     wanted = lengths > 0
-    return _marked(logits_of(weights, hidden, settings), wanted, wanted & (taken == lengths)), state
+    return Read(_marked(logits, wanted, wanted & (taken == lengths)), state, hidden)
+
+
+def acceptable_lengths(
+    tokens: Int32[Array, "B T"], lengths: Int32[Array, "B"], state: DecoderState, cfg: DecoderConfig
+) -> Int32[Array, "B"]:
+    """How many of the first `lengths` (0 … T, T ≥ 1) tokens can be taken: those before the first that cannot."""
+    index = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
+    refused = (index < lengths[:, None]) & ~acceptable(tokens, state.position[:, None] + index, state, cfg)
+    return jnp.where(jnp.any(refused, axis=1), jnp.argmax(refused, axis=1).astype(jnp.int32), lengths)
 
 
 def hidden_step(
@@ -120,23 +156,41 @@ def hidden_step(
 
     The other rows keep their state, and their result means nothing.
     """
+
+    def gdn_step(memory, h, cfg, layer):
+        return unchecked_step(weights.gdn, memory, h, cfg, layer, writes, settings.precision, settings.implementation)
+
     x = fence(embed(weights.embed, tokens))
-    flow = Flow(x, jnp.zeros_like(x), state.gdn, Cache(state.keys, state.values))
+    cache = Cache(state.keys, state.values)
+    hidden, memory, cache = through_layers(weights, x, state.gdn, cache, state.position, writes, settings, gdn_step)
+    return hidden, DecoderState(memory, cache.keys, cache.values, state.position + writes.astype(jnp.int32))
+
+
+def through_layers(
+    weights: Any,
+    x: Float32[Array, "M D"],
+    memory: Any,
+    cache: Cache,
+    position: Int32[Array, "M"],
+    writes: Bool[Array, "M"],
+    settings: Settings,
+    gdn_step: Mixer,
+) -> tuple[Float32[Array, "M D"], Any, Cache]:
+    """Embedded tokens through all layers, as `block_step` has them, and through the final norm."""
 
     def block(flow, plan, place):
-        return block_step(weights, flow, state.position, writes, plan, place, settings)
+        return block_step(weights, flow, position, writes, plan, place, settings, gdn_step)
 
-    x, y, memory, cache = blocks(flow, settings.cfg, block)
-    hidden = fence(rms_norm(fence(x + y), weights.norm, settings.cfg.norm_eps))
-    return hidden, DecoderState(memory, cache.keys, cache.values, state.position + writes.astype(jnp.int32))
+    x, y, memory, cache = blocks(Flow(x, jnp.zeros_like(x), memory, cache), settings.cfg, block)
+    return fence(rms_norm(fence(x + y), weights.norm, settings.cfg.norm_eps)), memory, cache
 
 
 def hidden_piece(
     weights: Any, state: Any, tokens: Int32[Array, "B T"], lengths: Int32[Array, "B"], settings: Settings
-) -> tuple[Float32[Array, "B D"], Any]:
-    """The first `lengths` tokens of every row through the model, and the last of them through its final norm.
+) -> tuple[Float32[Array, "B T D"], Any]:
+    """The first `lengths` tokens of every row through the model and its final norm, all at once.
 
-    They are acceptable, and lengths lie in 0 … T, T ≥ 1. The result of a row without tokens means nothing.
+    They are acceptable, and lengths lie in 0 … T, T ≥ 1. The results of other tokens mean nothing.
     """
     batch = tokens.shape[0]
     x = fence(embed(weights.embed, tokens.T.reshape(-1)))
@@ -147,8 +201,8 @@ def hidden_piece(
         return piece_block(weights, flow, piece, plan, place, settings)
 
     x, y, memory, cache = blocks(flow, settings.cfg, block, loop_alike=True)
-    last = jnp.maximum(lengths - 1, 0) * batch + jnp.arange(batch, dtype=jnp.int32)
-    hidden = fence(rms_norm(fence(x[last] + y[last]), weights.norm, settings.cfg.norm_eps))
+    hidden = fence(rms_norm(fence(x + y), weights.norm, settings.cfg.norm_eps))
+    hidden = jnp.swapaxes(hidden.reshape(-1, batch, settings.cfg.hidden), 0, 1)
     return hidden, DecoderState(memory, cache.keys, cache.values, state.position + lengths)
 
 
@@ -166,7 +220,7 @@ def logits_of(weights: Any, hidden: Float32[Array, "B D"], settings: Settings) -
         return project(matrix, hidden, precision=precision, implementation=settings.implementation)
 
 
-def _acceptable(tokens: Array, places: Array, state: DecoderState, cfg: DecoderConfig) -> Array:
+def acceptable(tokens: Array, places: Array, state: DecoderState, cfg: DecoderConfig) -> Array:
     """Which tokens are of the vocabulary, and have room in the state at the place where each is to stand."""
     return (tokens >= 0) & (tokens < cfg.vocab) & (places < state.capacity)
 

@@ -1,6 +1,7 @@
 """Kernel bodies for the Triton backend: a head made ready, a share of the slots attended to, the shares put together.
 
-Every array has the next power of two of its true length, and masks cut it off. All refs are whole arrays.
+Every array has the next power of two of its true length, and masks cut it off. All refs are whole arrays. Row m of M
+belongs to row m mod B of the cache.
 """
 
 from typing import Any, NamedTuple
@@ -28,7 +29,7 @@ class Placed(NamedTuple):
     """What `place` leaves."""
 
     q: Any
-    """float32 [B, Nq, Hd], normalised, rotated and scaled."""
+    """float32 [M, Nq, Hd], normalised, rotated and scaled."""
     keys: Any
     """[A, B, S, N, Hd], in place."""
     values: Any
@@ -39,42 +40,42 @@ class Partial(NamedTuple):
     """Attention over some of the slots: o = sums / total, once all parts are put on one `largest`."""
 
     largest: Any
-    """Largest score, float32 [B, Nq, splits]."""
+    """Largest score, float32 [M, Nq, splits]."""
     total: Any
-    """sum_s exp(score_s - largest), float32 [B, Nq, splits]."""
+    """sum_s exp(score_s - largest), float32 [M, Nq, splits]."""
     sums: Any
-    """sum_s exp(score_s - largest) v_s, float32 [B, Nq, splits, Hd]."""
+    """sum_s exp(score_s - largest) v_s, float32 [M, Nq, splits, Hd]."""
 
 
 class Attended(NamedTuple):
     """The gated output, in the form asked for."""
 
     o: Any = None
-    """float32 [B, Nq·Hd]."""
+    """float32 [M, Nq·Hd]."""
     digits: Any = None
-    """The same as limbs: int8 [limbs, B, Nq·Hd] …"""
+    """The same as limbs: int8 [limbs, M, Nq·Hd] …"""
     x_scales: Any = None
-    """… and their scales, float32 [B, Nq·Hd/32]."""
+    """… and their scales, float32 [M, Nq·Hd/32]."""
 
 
 def place_kernel(
     layer_ref,  # int32 [1], of the cache
     weight_layer_ref,  # int32 [1], of the norms
-    q_ref,  # float32 [B, Nq, 2 Hd], query then gate
-    k_ref,  # float32 [B, N, Hd]
-    v_ref,  # float32 [B, N, Hd]
+    q_ref,  # float32 [M, Nq, 2 Hd], query then gate
+    k_ref,  # float32 [M, N, Hd]
+    v_ref,  # float32 [M, N, Hd]
     q_norm_ref,  # float32 [Lw, Hd]
     k_norm_ref,  # float32 [Lw, Hd]
     frequencies_ref,  # float32 [rd/2]
-    position_ref,  # int32 [B]
-    writes_ref,  # bool or int32 [B]
+    position_ref,  # int32 [M]
+    writes_ref,  # bool or int32 [M]
     out,  # Placed of refs
     *,
     eps: float,
 ):
-    """One head of q, or one of k and v; grid (Nq + N, B)."""
+    """One head of q, or one of k and v; grid (Nq + N, M)."""
     head, row = pl.program_id(0), pl.program_id(1)
-    layers, _, capacity, _, head_dim = out.keys.shape
+    layers, batch, capacity, _, head_dim = out.keys.shape
     heads = q_ref.shape[1]
     position = position_ref[row]
     column = jnp.arange(next_power_of_two(head_dim), dtype=jnp.int32)
@@ -103,7 +104,8 @@ def place_kernel(
         layer = layer_ref[0]
         exists = (layer >= 0) & (layer < layers) & (position >= 0) & (position < capacity)
         live = exists & writes_ref[row].astype(jnp.bool_)
-        at = jnp.clip(layer, 0, layers - 1), row, jnp.clip(position, 0, capacity - 1), kv_head, column
+        sequence = lax.rem(row, jnp.int32(batch))
+        at = jnp.clip(layer, 0, layers - 1), sequence, jnp.clip(position, 0, capacity - 1), kv_head, column
         k = ready(k_ref, kv_head, k_norm_ref)
         v = plt.load(v_ref.at[row, kv_head, column], mask=inside, other=0.0)
         plt.store(out.keys.at[at], k.astype(out.keys.dtype), mask=inside & live)
@@ -125,8 +127,8 @@ def _turn(column, frequencies_ref, position):
 
 def partial_kernel(
     layer_ref,  # int32 [1]
-    position_ref,  # int32 [B]
-    q_ref,  # float32 [B, Nq, Hd]
+    position_ref,  # int32 [M]
+    q_ref,  # float32 [M, Nq, Hd]
     keys_ref,  # float32 or bfloat16 [A, B, S, N, Hd]
     values_ref,  # like keys
     out,  # Partial of refs
@@ -134,9 +136,10 @@ def partial_kernel(
     slots: int,
     together: int,
 ):
-    """Every `splits`-th tile of slots, for some query heads of one key-value head; grid (splits, Nq / together, B)."""
+    """Every `splits`-th tile of slots, for some query heads of one key-value head; grid (splits, Nq / together, M)."""
     split, group, row = (pl.program_id(axis) for axis in range(3))
-    layers, _, capacity, kv_heads, head_dim = keys_ref.shape
+    layers, batch, capacity, kv_heads, head_dim = keys_ref.shape
+    sequence = lax.rem(row, jnp.int32(batch))
     heads, splits = out.largest.shape[1:]
     own = [group * together + i for i in range(together)]
     kv_head = own[0] // (heads // kv_heads)
@@ -155,7 +158,7 @@ def partial_kernel(
             slot = (split + i * splits) * slots + jnp.arange(slots, dtype=jnp.int32)
             seen = slot <= last
             # The row may end within the tile.
-            at = layer, row, jnp.where(seen, slot, 0)[:, None], kv_head, column[None]
+            at = layer, sequence, jnp.where(seen, slot, 0)[:, None], kv_head, column[None]
             mask = seen[:, None] & inside[None]
             k, v = (plt.load(ref.at[at], mask=mask, other=0.0).astype(jnp.float32) for ref in (keys_ref, values_ref))
             return tuple(_attend_tile(k, v, seen, q, part) for q, part in zip(qs, parts, strict=True))
@@ -181,10 +184,10 @@ def _attend_tile(k, v, seen, q, part):
 
 def combine_kernel(
     layer_ref,  # int32 [1]
-    position_ref,  # int32 [B]
-    gate_ref,  # float32 [B, Nq, 2 Hd], query then gate
+    position_ref,  # int32 [M]
+    gate_ref,  # float32 [M, Nq, 2 Hd], query then gate
     part,  # Partial of refs
-    out,  # Attended of refs: o [B, Nq, Hd], digits [limbs, B, Nq, Hd], x_scales [B, Nq, Hd/32]
+    out,  # Attended of refs: o [M, Nq, Hd], digits [limbs, M, Nq, Hd], x_scales [M, Nq, Hd/32]
     *,
     layers: int,
     capacity: int,
@@ -192,7 +195,7 @@ def combine_kernel(
     columns: int,
     split: Split | None,
 ):
-    """Some columns of one query head, from partial results to the gated output; grid (blocks of Hd, Nq, B)."""
+    """Some columns of one query head, from partial results to the gated output; grid (blocks of Hd, Nq, M)."""
     block, head, row = (pl.program_id(axis) for axis in range(3))
     splits, head_dim = part.sums.shape[2:]
     last = jnp.minimum(position_ref[row], capacity - 1)

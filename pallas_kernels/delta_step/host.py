@@ -14,7 +14,7 @@ from pallas_kernels.device import device_kind, gpu_objection
 from pallas_kernels.limbs.host import GROUP, Split
 from pallas_kernels.operands import check_operand, next_power_of_two
 
-__all__ = ["LayerStep", "delta_layer_step", "delta_step", "supported"]
+__all__ = ["LayerStep", "check_key_heads", "delta_layer_step", "delta_step", "supported", "tile_sizes"]
 
 MAX_HEAD_DIM = 256
 """The largest K and V for which the default tiles are known not to spill registers."""
@@ -84,7 +84,7 @@ def delta_step(
     batch, heads, key_dim, value_dim = _check_state(state, interpret)
     key_heads = q.shape[1] if q.ndim == 3 else 0
     check_operand("layer", layer, (1,), jnp.int32)
-    check_operand("k", k, (batch, _check_key_heads(heads, key_heads, f"q of shape {list(q.shape)}"), key_dim))
+    check_operand("k", k, (batch, check_key_heads(heads, key_heads, f"q of shape {list(q.shape)}"), key_dim))
     check_operand("q", q, k.shape)
     check_operand("v", v, (batch, heads, value_dim))
     _check_gates(beta, g, active, batch, heads)
@@ -170,7 +170,7 @@ def delta_layer_step(
     """
     batch, heads, key_dim, value_dim = _check_state(state, interpret)
     check_operand("layer", layer, (1,), jnp.int32)
-    _check_key_heads(heads, key_heads, f"{key_heads=}")
+    check_key_heads(heads, key_heads, f"{key_heads=}")
     channels = 2 * key_heads * key_dim + heads * value_dim
     check_operand("xcv", xcv, (batch, channels))
     check_operand("z", z, (batch, heads, value_dim))
@@ -269,7 +269,8 @@ def _check_state(state, interpret):
     return state.shape[1:]
 
 
-def _check_key_heads(heads, key_heads, source):
+def check_key_heads(heads, key_heads, source):
+    """G, of which H must be a multiple; `source` says in an error where G comes from."""
     if key_heads < 1 or heads % key_heads:
         raise ValueError(f"value heads must be a multiple of key heads G >= 1, got H = {heads} with {source}")
     return key_heads
@@ -283,10 +284,19 @@ def _check_gates(beta, g, active, batch, heads):
 
 
 def _tiles(kernel, state, tiles):
-    """Rows and columns of S in a program, powers of two both, and its warps."""
+    """`tile_sizes` of the tiles given, or of those chosen."""
     _, batch, heads, key_dim, value_dim = state.shape
     if tiles is None:
         tiles = choose_tiles(kernel, device_kind(), key_dim, value_dim, batch * heads)
+    return tile_sizes(tiles, key_dim, value_dim)
+
+
+def tile_sizes(tiles: Tiles, key_dim: int, value_dim: int) -> tuple[int, int, int]:
+    """Rows and columns of S in a program, powers of two both, and its warps.
+
+    Raises:
+        ValueError: tiles that are not powers of two, or wider than a head.
+    """
     columns = next_power_of_two(value_dim)
     for name, value, most in (("block_v", tiles.block_v, columns), ("warps", tiles.warps, 32)):
         if not 1 <= value <= most or value & (value - 1):

@@ -1,11 +1,9 @@
 """Kernel bodies for the Triton backend: what one program does to its part of S.
 
 A program owns all K rows of one value head and some of its columns, so that nothing it computes depends on another
-program. Every array has the next power of two of its true length; the masks that cut it off are None where there is
-nothing to cut.
+program.
 """
 
-import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -13,7 +11,8 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
-from pallas_kernels.limbs.host import GROUP, Split
+from pallas_kernels.delta_step.parts import advance, l2_normalise, load, mask_of, rms_scale, store_output, tile_mask
+from pallas_kernels.limbs.host import Split
 
 __all__ = ["LayerStep", "delta_layer_step_kernel", "delta_step_kernel"]
 
@@ -54,22 +53,22 @@ def delta_step_kernel(
 ):
     """Vb columns of one value head; grid (blocks of V, H, B)."""
     layers, keys, columns = s_ref.shape
-    key_mask = _mask(0, keys, key_dim)
-    column_mask = _mask(pl.program_id(0) * columns, columns, value_dim)
+    key_mask = mask_of(0, keys, key_dim)
+    column_mask = mask_of(pl.program_id(0) * columns, columns, value_dim)
     # Read before it is known which layer is meant: the two latencies overlap.
-    q, k = _load(q_ref, key_mask), _load(k_ref, key_mask)
-    v, beta, decay = _load(v_ref, column_mask), beta_ref[...], jnp.exp(g_ref[...])
+    q, k = load(q_ref, key_mask), load(k_ref, key_mask)
+    v, beta, decay = load(v_ref, column_mask), beta_ref[...], jnp.exp(g_ref[...])
 
-    def advance(layer):
-        s, s_mask = s_ref.at[layer], _tile_mask(key_mask, column_mask)
-        o, new_s = _advance(_load(s, s_mask), q, k, v, beta, decay)
+    def live(layer):
+        s, s_mask = s_ref.at[layer], tile_mask(key_mask, column_mask)
+        o, new_s = advance(load(s, s_mask), q, k, v, beta, decay)
         plt.store(new_s_ref.at[layer], new_s, mask=s_mask)
         plt.store(o_ref, o, mask=column_mask)
 
     def rest(value):
         plt.store(o_ref, jnp.full((columns,), value), mask=column_mask)
 
-    _if_live(layer_ref, layers, active_ref, advance, rest)
+    _if_live(layer_ref, layers, active_ref, live, rest)
 
 
 def delta_layer_step_kernel(
@@ -98,22 +97,22 @@ def delta_layer_step_kernel(
     layers, keys, _ = s_ref.shape
     head, value_heads = pl.program_id(0), pl.num_programs(0)
     ratio = value_heads // key_heads
-    key_mask = _mask(0, keys, key_dim)
+    key_mask = mask_of(0, keys, key_dim)
     blocks = [pl.ds(start, block_v) for start in range(0, value_dim, block_v)]
-    masks = [_mask(block.start, block_v, value_dim) for block in blocks]
+    masks = [mask_of(block.start, block_v, value_dim) for block in blocks]
     first_key = head // ratio * key_dim
     first_value = 2 * key_heads * key_dim + head * value_dim
 
     # As above, and in time for the norm: loads are not moved up past the stores of S.
     beta, decay = beta_ref[...], jnp.exp(g_ref[...])
-    vs = [_load(xcv_ref.at[pl.ds(first_value + b.start, block_v)], m) for b, m in zip(blocks, masks, strict=True)]
+    vs = [load(xcv_ref.at[pl.ds(first_value + b.start, block_v)], m) for b, m in zip(blocks, masks, strict=True)]
     weight_layer = jnp.clip(weight_layer_ref[0], 0, weight_ref.shape[0] - 1)
     gates = [
-        _load(weight_ref.at[weight_layer, b], m) * jax.nn.silu(_load(z_ref.at[b], m))
+        load(weight_ref.at[weight_layer, b], m) * jax.nn.silu(load(z_ref.at[b], m))
         for b, m in zip(blocks, masks, strict=True)
     ]
     q, k = (
-        _l2_normalise(_load(xcv_ref.at[pl.ds(part * key_heads * key_dim + first_key, keys)], key_mask), qk_eps)
+        l2_normalise(load(xcv_ref.at[pl.ds(part * key_heads * key_dim + first_key, keys)], key_mask), qk_eps)
         for part in (0, 1)
     )
     q = q * jnp.float32(key_dim**-0.5)
@@ -124,82 +123,36 @@ def delta_layer_step_kernel(
             plt.store(out.q, q, mask=key_mask)
             plt.store(out.k, k, mask=key_mask)
 
-    def advance(layer):
+    def live(layer):
         outputs = []
         for block, mask, v in zip(blocks, masks, vs, strict=True):
-            s_mask = _tile_mask(key_mask, mask)
-            o, new_s = _advance(_load(s_ref.at[layer, :, block], s_mask), q, k, v, beta, decay)
+            s_mask = tile_mask(key_mask, mask)
+            o, new_s = advance(load(s_ref.at[layer, :, block], s_mask), q, k, v, beta, decay)
             plt.store(out.state.at[layer, :, block], new_s, mask=s_mask)
             if out.on is not None:
                 plt.store(out.on.at[block], o, mask=mask)
             outputs.append(o)
-        # Columns past the end hold 0.
-        mean_square = sum(jnp.sum(o * o) for o in outputs) / value_dim
-        scale = jax.lax.rsqrt(mean_square + jnp.float32(eps))
+        scale = rms_scale(outputs, value_dim, eps)
         for block, mask, o, gate in zip(blocks, masks, outputs, gates, strict=True):
-            _store_output(out, block, mask, o * scale * gate, value_dim, split)
+            store_output(out, block, mask, o * scale * gate, value_dim, split)
 
     def rest(value):
         for block, mask in zip(blocks, masks, strict=True):
             values = jnp.full((block_v,), value)
             if out.on is not None:
                 plt.store(out.on.at[block], values, mask=mask)
-            _store_output(out, block, mask, values, value_dim, split)
+            store_output(out, block, mask, values, value_dim, split)
 
-    _if_live(layer_ref, layers, active_ref, advance, rest)
-
-
-def _store_output(out, block, mask, values, value_dim, split):
-    """The normalised and gated values of some columns, as float32, as limbs, or both."""
-    if out.onn is not None:
-        plt.store(out.onn.at[block], values, mask=mask)
-    if split is None:
-        return
-    count = values.shape[0] // GROUP
-    digits, scales = split(values.reshape(count, GROUP))
-    for limb, part in enumerate(digits):
-        plt.store(out.digits.at[jnp.int32(limb), block], part.reshape(values.shape), mask=mask)
-    first = block.start // GROUP
-    groups_mask = _mask(first, count, value_dim // GROUP)
-    plt.store(out.x_scales.at[pl.ds(first, count)], scales, mask=groups_mask)
+    _if_live(layer_ref, layers, active_ref, live, rest)
 
 
-def _advance(s, q, k, v, beta, decay):
-    """S [K, Vb] -> o [Vb] and the next S: decay, correct, write, read, in the order of the definition."""
-    s = s * decay
-    u = beta * (v - jnp.sum(s * k[:, None], axis=0))
-    s = s + k[:, None] * u[None, :]
-    return jnp.sum(s * q[:, None], axis=0), s
-
-
-def _l2_normalise(x, eps):
-    return x * jax.lax.rsqrt(jnp.sum(x * x) + jnp.float32(eps))
-
-
-def _if_live(layer_ref, layers, active_ref, advance, rest):
-    """`advance(layer)` where the layer exists and the row is active, else `rest` on 0, or on NaN for want of a layer.
+def _if_live(layer_ref, layers, active_ref, live, rest):
+    """`live(layer)` where the layer exists and the row is active, else `rest` on 0, or on NaN for want of a layer.
 
     A real branch: what rests is neither read nor written.
     """
     layer = layer_ref[0]
     exists = (layer >= 0) & (layer < layers)
-    live = exists if active_ref is None else exists & active_ref[...].astype(jnp.bool_)
-    pl.when(live)(lambda: advance(layer))
-    pl.when(~live)(lambda: rest(jnp.where(exists, jnp.float32(0), jnp.float32(jnp.nan))))
-
-
-def _mask(start, length, size):
-    """Which of `length` positions from `start` (a multiple of it) lie within `size`: None if all do, wherever it is."""
-    return None if size % length == 0 else start + jnp.arange(length, dtype=jnp.int32) < size
-
-
-def _tile_mask(key_mask, column_mask):
-    """The mask of a tile [K, Vb] from those of its axes."""
-    masks = [] if key_mask is None else [key_mask[:, None]]
-    masks += [] if column_mask is None else [column_mask[None, :]]
-    return functools.reduce(jnp.logical_and, masks) if masks else None
-
-
-def _load(ref, mask):
-    """The referred values, 0 where masked."""
-    return plt.load(ref, mask=mask, other=None if mask is None else 0.0)
+    alive = exists if active_ref is None else exists & active_ref[...].astype(jnp.bool_)
+    pl.when(alive)(lambda: live(layer))
+    pl.when(~alive)(lambda: rest(jnp.where(exists, jnp.float32(0), jnp.float32(jnp.nan))))

@@ -15,7 +15,7 @@ from pallas_kernels.operands import next_power_of_two
 from pallas_kernels.q4_gemv.kernel import row_products
 from pallas_kernels.q4_gemv.tuning import Tile
 
-__all__ = ["Gates", "InputWeights", "project_in_body"]
+__all__ = ["Gates", "InputWeights", "convolve", "project_in_body"]
 
 
 class Gates(NamedTuple):
@@ -125,8 +125,7 @@ def project_in_body(
             if out.xc is not None:
                 plt.store(out.xc.at[b, row], xc, mask=row < channels)
             window = [*frames[b], xc]
-            taps = [frame * weight for frame, weight in zip(window, kernel, strict=True)]
-            plt.store(out.xcv.at[b, row], jax.nn.silu(functools.reduce(operator.add, taps)), mask=row < channels)
+            plt.store(out.xcv.at[b, row], convolve(window, kernel), mask=row < channels)
             _store_history(out.history, layer_ref, active_ref, b, row, window[1:])
 
     @pl.when(program >= z_first)
@@ -134,6 +133,12 @@ def project_in_body(
         row, zs = products((program - z_first) * tile.rows, w.z)
         for b, value in enumerate(zs):
             plt.store(out.z.at[b, row], value, mask=row < values)
+
+
+def convolve(window, weights):
+    """silu(sum_j weights[j] · window[j]) per channel, the oldest frame first, added in this order."""
+    taps = [frame * weight for frame, weight in zip(window, weights, strict=True)]
+    return jax.nn.silu(functools.reduce(operator.add, taps))
 
 
 def _dense_row(w_ref, layer, row, x_ref):
