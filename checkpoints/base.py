@@ -30,7 +30,8 @@ class Checkpoint(abc.ABC):
     prefix (`layers.0.linear_attn.in_proj_qkv.weight` [C, D]).
 
     `source` is where it was read from, `config` the flat text configuration. `skipped` lists, under their stored
-    names, the tensors that belong to the model but not to its text part; they are logged as one warning.
+    names, the tensors that belong to the model but were not asked for, as not of its text part; they are logged as one
+    warning.
     """
 
     source: str
@@ -54,7 +55,14 @@ class Checkpoint(abc.ABC):
 
     @abc.abstractmethod
     def names(self) -> tuple[str, ...]:
-        """All canonical names, sorted."""
+        """All canonical names of the text model, sorted."""
+
+    def mtp_names(self) -> tuple[str, ...]:
+        """Those of the multi-token-prediction head, `mtp.…`, sorted: none where there is none, or none was asked for.
+
+        The other methods take them too.
+        """
+        return ()
 
     @abc.abstractmethod
     def info(self, name: str) -> TensorInfo:

@@ -72,8 +72,10 @@ def hf_text_config(
     return config
 
 
-def metadata_of(text: Mapping[str, Any]) -> dict[str, Any]:
+def metadata_of(text: Mapping[str, Any], *, mtp: bool = False) -> dict[str, Any]:
     """The metadata of a `WRITTEN` file for the flat text configuration `text`, without the tokenizer's keys.
+
+    `mtp`: a block for multi-token prediction follows the layers.
 
     Raises:
         CheckpointError: a key is missing or of the wrong kind, or the model is not a dense Qwen3.5.
@@ -91,7 +93,7 @@ def metadata_of(text: Mapping[str, Any]) -> dict[str, Any]:
         raise rope.error("partial_rotary_factor", f"of the head size {head_dim} must be an even number, got {rotary}")
     rotary = int(rotary)
     values = {
-        "block_count": keys.size("num_hidden_layers"),
+        "block_count": keys.size("num_hidden_layers") + mtp,
         "context_length": keys.size("max_position_embeddings"),
         "embedding_length": dims.hidden,
         "feed_forward_length": keys.size("intermediate_size"),
@@ -109,7 +111,7 @@ def metadata_of(text: Mapping[str, Any]) -> dict[str, Any]:
         "ssm.group_count": dims.key_heads,
         "ssm.time_step_rank": dims.value_heads,
         "ssm.inner_size": dims.value_heads * dims.value_dim,
-        **_recurrence(gdn_layers(text), text["num_hidden_layers"]),
+        **_recurrence(gdn_layers(text), text["num_hidden_layers"], mtp),
     }
     return {"general.architecture": WRITTEN} | {f"{WRITTEN}.{key}": value for key, value in values.items()}
 
@@ -253,9 +255,13 @@ def _rope_sections(sections: Any, pairs: int) -> list[int]:
     return [*sections, 0, 0, 0, 0][:4]
 
 
-def _recurrence(gdn: tuple[int, ...], layers: int) -> dict[str, Any]:
-    """Which layers are GDN: as flags, and for older programs also as an interval, where one describes them."""
+def _recurrence(gdn: tuple[int, ...], layers: int, mtp: bool) -> dict[str, Any]:
+    """Which layers are GDN: as flags, and for older programs also as an interval, where one describes them.
+
+    The block of an MTP head, which never is, has a flag too.
+    """
     flags = [layer in gdn for layer in range(layers)]
     interval = flags.index(False) + 1 if False in flags else layers + 1
     regular = flags == [bool((layer + 1) % interval) for layer in range(layers)]
-    return {"attention.recurrent_layers": flags} | ({"full_attention_interval": interval} if regular else {})
+    own = {"attention.recurrent_layers": flags} | ({"full_attention_interval": interval} if regular else {})
+    return own | {"attention.recurrent_layers": [*flags, False], "nextn_predict_layers": 1} if mtp else own

@@ -13,6 +13,14 @@ Names of a GDN layer (behind `blk.{i}.`), and what lies between the file and the
 | norm | ssm_norm.weight | as it is | as it is |
 | out_proj | ssm_out.weight | columns tiled | as it is |
 
+A multi-token-prediction head is one more block behind the layers, with an ordinary layer of full attention in it, and:
+
+| canonical | stored |
+|---|---|
+| mtp.fc [D, 2D] | nextn.eh_proj |
+| mtp.pre_fc_norm_embedding, mtp.pre_fc_norm_hidden, mtp.norm | nextn.enorm, nextn.hnorm, nextn.shared_head_norm |
+| mtp.embed_tokens, mtp.lm_head, where it has its own | nextn.embed_tokens, nextn.shared_head_head |
+
 Tiled: canonical value heads are grouped by key head, h = g·R + r; the file has them at r·G + g. The other norms of the
 model are stored with the 1 added that the canonical weights lack. Both conversions of numbers round: a norm weight w
 comes back within 2^-24 · max(1, |1 + w|), A_log within 2^-23 · max(1, |A_log|).
@@ -32,7 +40,7 @@ from checkpoints.names import gdn_shapes
 from checkpoints.q4_blocks import GROUP
 from checkpoints.settings import Settings
 
-__all__ = ["Part", "canonical_parts"]
+__all__ = ["Part", "canonical_parts", "mtp_parts"]
 
 Runs = Sequence[range]
 
@@ -108,6 +116,23 @@ def canonical_parts(text: Mapping[str, Any], stored: Container[str], tiled: bool
         for name, part in itertools.chain(_norm_parts(dims.hidden).items(), mixer.items(), mlp.items()):
             parts[f"layers.{layer}.{name}"] = part._replace(stored=block + part.stored)
     return parts
+
+
+def mtp_parts(text: Mapping[str, Any], stored: Container[str], block: int) -> dict[str, Part]:
+    """As `canonical_parts`: every tensor that a multi-token-prediction head, which lies in `block`, may have."""
+    keys, hidden = Settings(text), gdn_dims(text).hidden
+    embedding = (keys.size("vocab_size"), hidden)
+    mlp = _mlp_parts(keys, hidden, f"blk.{block}.ffn_gate_up_exps.weight" in stored)
+    layer = _norm_parts(hidden) | _attention_parts(keys, hidden) | mlp
+    parts = {f"layers.0.{name}": part for name, part in layer.items()} | {
+        "fc.weight": _matrix("nextn.eh_proj.weight", hidden, 2 * hidden),
+        "pre_fc_norm_embedding.weight": _norm("nextn.enorm.weight", hidden),
+        "pre_fc_norm_hidden.weight": _norm("nextn.hnorm.weight", hidden),
+        "norm.weight": _norm("nextn.shared_head_norm.weight", hidden),
+        "embed_tokens.weight": _matrix("nextn.embed_tokens.weight", *embedding),
+        "lm_head.weight": _matrix("nextn.shared_head_head.weight", *embedding),
+    }
+    return {f"mtp.{name}": part._replace(stored=f"blk.{block}.{part.stored}") for name, part in parts.items()}
 
 
 def _ordered(array: np.ndarray, runs: Runs | None, axis: int, group: int) -> np.ndarray:

@@ -9,7 +9,7 @@ import math
 import os
 import re
 import secrets
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, override
 
@@ -19,10 +19,10 @@ from checkpoints.base import Checkpoint, TensorInfo
 from checkpoints.errors import CheckpointError
 from checkpoints.gguf_config import ARCHITECTURES, WRITTEN, hf_text_config, metadata_of
 from checkpoints.gguf_file import MAGIC, PLAIN_DTYPES, READABLE, GgufFile, GgufTensor
-from checkpoints.gguf_layout import Part, canonical_parts
+from checkpoints.gguf_layout import Part, canonical_parts, mtp_parts
 from checkpoints.gguf_writer import GgufWriter
 from checkpoints.hf_config import text_config
-from checkpoints.names import listed
+from checkpoints.names import MTP_KIND, MTP_OWN, is_mtp, listed
 from checkpoints.q4_blocks import (
     CODES_PER_WORD,
     GROUP,
@@ -34,7 +34,7 @@ from checkpoints.q4_blocks import (
     unpack_words,
 )
 
-__all__ = ["GgufCheckpoint", "is_gguf", "open_gguf", "write_gguf"]
+__all__ = ["GgufCheckpoint", "is_gguf", "open_gguf", "write_gguf", "written_parts"]
 
 
 Stored = np.ndarray | tuple[np.ndarray, np.ndarray] | Q4Words
@@ -47,8 +47,8 @@ class GgufCheckpoint(Checkpoint):
     Block types are dequantised by `read`: their `info(name).dtype` is the name of the block type, the array is float32.
     """
 
-    def __init__(self, file: GgufFile):
-        """Take over `file`, which `close` closes.
+    def __init__(self, file: GgufFile, *, mtp: bool = False):
+        """Take over `file`, which `close` closes; `mtp` as in `open_checkpoint`.
 
         Raises:
             CheckpointError: see `open_gguf`; `file` stays open.
@@ -59,9 +59,12 @@ class GgufCheckpoint(Checkpoint):
             shapes = {name: tensor.shape for name, tensor in file.tensors.items()}
             config = text_config(hf_text_config(architecture, file.metadata, shapes))
             parts = canonical_parts(config, file.tensors, ARCHITECTURES[architecture].tiled)
+            drafting = range(config["num_hidden_layers"], file.metadata[f"{architecture}.block_count"])
+            if mtp:
+                parts |= _head_parts(file, config, drafting)
+                drafting = range(0)
             _check_tensors(file, parts)
-            blocks = range(config["num_hidden_layers"], file.metadata[f"{architecture}.block_count"])
-            skipped = _skipped(file, parts, drafting=blocks)
+            skipped = _skipped(file, parts, drafting)
         except CheckpointError as error:
             raise CheckpointError(f"{source}: {error}") from None
         super().__init__(source, config, skipped)
@@ -70,7 +73,11 @@ class GgufCheckpoint(Checkpoint):
 
     @override
     def names(self) -> tuple[str, ...]:
-        return tuple(sorted(self._parts))
+        return tuple(sorted(name for name in self._parts if not is_mtp(name)))
+
+    @override
+    def mtp_names(self) -> tuple[str, ...]:
+        return tuple(sorted(filter(is_mtp, self._parts)))
 
     @override
     def info(self, name: str) -> TensorInfo:
@@ -138,10 +145,11 @@ def is_gguf(path: Path) -> bool:
         return file.read(len(MAGIC)) == MAGIC or path.suffix == ".gguf"
 
 
-def open_gguf(path: str | os.PathLike[str]) -> GgufCheckpoint:
+def open_gguf(path: str | os.PathLike[str], *, mtp: bool = False) -> GgufCheckpoint:
     """Open a GGUF file of Qwen3.5 (`qwen35`, `qwen35moe`) or Qwen3-Next (`qwen3next`), reading nothing but its header.
 
-    Multi-token-prediction and vision tensors are skipped, and logged. Split files must be merged first.
+    Vision tensors are skipped, and logged, and so are those of multi-token prediction unless `mtp` asks for them, as in
+    `open_checkpoint`. Split files must be merged first.
 
     Raises:
         CheckpointError: the file is missing, damaged, of another kind or architecture; metadata is missing or
@@ -150,7 +158,7 @@ def open_gguf(path: str | os.PathLike[str]) -> GgufCheckpoint:
     """
     file = GgufFile(path)
     try:
-        return GgufCheckpoint(file)
+        return GgufCheckpoint(file, mtp=mtp)
     except BaseException:
         file.close()
         raise
@@ -162,13 +170,15 @@ def write_gguf(
     tensors: Iterable[tuple[str, Stored]],
     *,
     metadata: Mapping[str, Any] | None = None,
+    mtp: Iterable[str] = (),
 ) -> None:
     """Write a dense Qwen3.5 model as a GGUF file of architecture `qwen35`.
 
     `config` is a Hugging Face configuration. `tensors` yields every canonical tensor once, in any order, and is used
     one by one: float32, float16 or bfloat16 arrays, which keep their type if they are matrices and become F32
     otherwise (exactly, but for the norms and A_log); or codes int8 [N, I] and scales float16 [N, I/32] of a matrix, or
-    the same as `Q4Words`, which become Q4_0. `metadata` adds further keys, such as a tokenizer's: without these other
+    the same as `Q4Words`, which become Q4_0. `mtp` names those of them that make up a multi-token-prediction head, if
+    there is to be one. `metadata` adds further keys, such as a tokenizer's: without these other
     programs can read the file but not turn text into tokens. Programs that take V for K accept only models where the
     two are equal.
 
@@ -178,8 +188,9 @@ def write_gguf(
         CheckpointError: the configuration or a tensor is not what the model needs; the message names it.
     """
     text = text_config(config)
-    own = metadata_of(text) | {"general.quantization_version": 2, "general.file_type": 0}
-    parts = canonical_parts(text, (), ARCHITECTURES[WRITTEN].tiled)
+    head = frozenset(mtp)
+    own = metadata_of(text, mtp=bool(head)) | {"general.quantization_version": 2, "general.file_type": 0}
+    parts = written_parts(text, head)
     extra = dict(metadata or {})
     if taken := [key for key in extra if key in own or key.startswith(f"{WRITTEN}.") or key == "general.alignment"]:
         raise CheckpointError(f"metadata must not set {listed(taken)}, which follow from the model")
@@ -188,6 +199,15 @@ def write_gguf(
         writer = GgufWriter(file, own | extra, shapes)
         _write_tensors(writer, parts, tensors)
         writer.finish()
+
+
+def written_parts(config: Mapping[str, Any], mtp: Collection[str] = ()) -> dict[str, Part]:
+    """Where each canonical tensor lies in a file that `write_gguf` writes for the flat text configuration `config`."""
+    parts = canonical_parts(config, (), ARCHITECTURES[WRITTEN].tiled)
+    if mtp:
+        possible = mtp_parts(config, (), config["num_hidden_layers"])
+        parts |= {name: part for name, part in possible.items() if name in mtp or name not in MTP_OWN}
+    return parts
 
 
 _CUT_GROUPS = (
@@ -204,6 +224,16 @@ def _architecture(file: GgufFile) -> str:
     if not isinstance(architecture, str) or architecture not in ARCHITECTURES:
         raise CheckpointError(f"general.architecture is {architecture!r:.80}; supported are {', '.join(ARCHITECTURES)}")
     return architecture
+
+
+def _head_parts(file: GgufFile, config: Mapping[str, Any], blocks: range) -> dict[str, Part]:
+    """The parts of the multi-token-prediction head in `blocks`; none where the file announces one but has it not."""
+    if not any(_is_in(name, blocks) for name in file.tensors):
+        return {}
+    if len(blocks) > 1:
+        raise CheckpointError(f"has {len(blocks)} blocks for multi-token prediction; supported are heads of one")
+    possible = mtp_parts(config, file.tensors, blocks.start)
+    return {name: part for name, part in possible.items() if part.stored in file.tensors or name not in MTP_OWN}
 
 
 def _check_tensors(file: GgufFile, parts: Mapping[str, Part]) -> None:
@@ -231,14 +261,13 @@ def _significant(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _skipped(file: GgufFile, parts: Mapping[str, Part], drafting: range) -> dict[str, list[str]]:
-    """The stored names outside the text model, by kind; `drafting` are the multi-token-prediction blocks."""
+    """The stored names that have no part, by kind; `drafting` are the multi-token-prediction blocks to skip."""
     used = {part.stored for part in parts.values()}
     skipped: dict[str, list[str]] = {}
     unknown = []
     for name in file.tensors.keys() - used:
-        block = _BLOCK.match(name)
-        if block and int(block[1]) in drafting:
-            skipped.setdefault("multi-token-prediction", []).append(name)
+        if _is_in(name, drafting):
+            skipped.setdefault(MTP_KIND, []).append(name)
         elif name.startswith(("v.", "mm.")):
             skipped.setdefault("vision", []).append(name)
         else:
@@ -250,6 +279,11 @@ def _skipped(file: GgufFile, parts: Mapping[str, Part], drafting: range) -> dict
 
 # The length of the number is bounded so that a name cannot ask for an absurd integer.
 _BLOCK = re.compile(r"blk\.([0-9]{1,9})\.")
+
+
+def _is_in(name: str, blocks: range) -> bool:
+    block = _BLOCK.match(name)
+    return block is not None and int(block[1]) in blocks
 
 
 def _write_tensors(

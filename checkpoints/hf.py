@@ -19,8 +19,10 @@ from checkpoints.names import (
     Vocabulary,
     gdn_prefix,
     gdn_shapes,
+    is_mtp,
     kind_outside_text,
     listed,
+    mtp_objection,
     unprefixed,
 )
 from checkpoints.safetensors_file import DTYPES, SafetensorsFile, StoredTensor
@@ -68,7 +70,10 @@ class _HfCheckpoint(Checkpoint):
         self._files = files
 
     def names(self) -> tuple[str, ...]:
-        return tuple(sorted(self._parts))
+        return tuple(sorted(name for name in self._parts if not is_mtp(name)))
+
+    def mtp_names(self) -> tuple[str, ...]:
+        return tuple(sorted(filter(is_mtp, self._parts)))
 
     def info(self, name: str) -> TensorInfo:
         part = self._part(name)
@@ -89,12 +94,12 @@ class _HfCheckpoint(Checkpoint):
         return self._parts[name]
 
 
-def open_hf(path: str | os.PathLike[str]) -> Checkpoint:
+def open_hf(path: str | os.PathLike[str], *, mtp: bool = False) -> Checkpoint:
     """Open a Hugging Face directory of Qwen3.5 or Qwen3-Next, nested or text-only, in one file or in shards.
 
     Reads the configuration, the index and the headers, never tensor data. Projections interleaved as in Qwen3-Next are
     offered in the canonical layout; which layout a layer has is seen from its tensors. A convolution stored as [C, W]
-    is offered as [C, 1, W], unless C = W, where [W, C] could not be told from it.
+    is offered as [C, 1, W], unless C = W, where [W, C] could not be told from it. `mtp` as in `open_checkpoint`.
 
     Raises:
         CheckpointError: a file is missing or damaged, files disagree with each other or with the configuration, a
@@ -105,7 +110,7 @@ def open_hf(path: str | os.PathLike[str]) -> Checkpoint:
     files = contextlib.ExitStack()
     try:
         shards = _open_shards(folder, files)
-        tensors, skipped = _text_tensors(str(folder), shards, vocabulary)
+        tensors, skipped = _wanted_tensors(str(folder), shards, vocabulary, mtp)
         parts = _canonical_parts(str(folder), dims, gdn_layers(config), tensors)
         return _HfCheckpoint(str(folder), config, skipped, parts=parts, files=files)
     except BaseException:
@@ -196,18 +201,19 @@ def _refuse_mlx(shards: Iterable[SafetensorsFile]) -> None:
             )
 
 
-def _text_tensors(
-    source: str, shards: Iterable[SafetensorsFile], vocabulary: Vocabulary
+def _wanted_tensors(
+    source: str, shards: Iterable[SafetensorsFile], vocabulary: Vocabulary, mtp: bool
 ) -> tuple[dict[str, StoredTensor], dict[str, list[str]]]:
-    """The tensors of the text model by unprefixed name, and the stored names of the others by kind."""
+    """The tensors of the text model, and with `mtp` of its head, by unprefixed name; stored names of others by kind."""
     tensors: dict[str, StoredTensor] = {}
     skipped: dict[str, list[str]] = {}
     objections: list[str] = []
     for stored in (tensor for shard in shards for tensor in shard.tensors.values()):
         name = unprefixed(stored.name)
-        if kind := kind_outside_text(name):
+        wanted = mtp and is_mtp(name)
+        if not wanted and (kind := kind_outside_text(name)):
             skipped.setdefault(kind, []).append(stored.name)
-        elif objection := vocabulary.objection(name):
+        elif not wanted and (objection := vocabulary.objection(name)):
             objections.append(f"{stored.name!r} ({objection})")
         elif name in tensors:
             raise CheckpointError(f"{source}: {tensors[name].name!r} and {stored.name!r} are both {name!r}")
@@ -217,6 +223,9 @@ def _text_tensors(
             tensors[name] = stored
     if objections:
         raise CheckpointError(f"{source}: {len(objections)} tensors have no place in this model: {listed(objections)}")
+    head = list(filter(is_mtp, tensors))
+    if head and (objection := mtp_objection(head)):
+        raise CheckpointError(f"{source}: {objection}")
     return tensors, skipped
 
 

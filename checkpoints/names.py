@@ -1,6 +1,7 @@
 """Canonical tensor names, the shapes of a GDN layer, and which names a model has a place for.
 
-Canonical are the names of Qwen3.5's text model in Hugging Face, without a prefix.
+Canonical are the names of Qwen3.5's text model in Hugging Face, without a prefix. Those of the multi-token-prediction
+(MTP) head that some models come with start with `mtp.`; its one layer, `mtp.layers.0`, is full attention.
 """
 
 import re
@@ -11,14 +12,18 @@ from checkpoints.hf_config import GdnDims, gdn_layers
 
 __all__ = [
     "INTERLEAVED_NAMES",
+    "MTP_KIND",
+    "MTP_OWN",
     "PROJECTION_NAMES",
     "STORED_GDN_NAMES",
     "Vocabulary",
     "gdn_prefix",
     "gdn_shapes",
     "is_linear",
+    "is_mtp",
     "kind_outside_text",
     "listed",
+    "mtp_objection",
     "unprefixed",
 ]
 
@@ -46,10 +51,24 @@ _COMMON_PARTS = re.compile(
     r"|mlp\.experts\.(?:gate_up|down)_proj"
     r"|mlp\.(?:shared_expert_)?gate\.weight"
 )
+MTP_KIND = "multi-token-prediction"
+_MTP, _MTP_LAYER = "mtp.", "mtp.layers.0."
+_MTP_ALWAYS = frozenset(
+    (
+        *(f"{_MTP}{name}.weight" for name in ("fc", "pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm")),
+        *(f"{_MTP_LAYER}{name}_layernorm.weight" for name in ("input", "post_attention")),
+        *(f"{_MTP_LAYER}self_attn.{name}.weight" for name in ("q_proj", "k_proj", "v_proj", "o_proj")),
+        *(f"{_MTP_LAYER}self_attn.{name}.weight" for name in ("q_norm", "k_norm")),
+    )
+)
+MTP_OWN = (f"{_MTP}embed_tokens.weight", f"{_MTP}lm_head.weight")
+"""What an MTP head may have of its own, and has from the model where it does not."""
+
 # Routers and the gate of a shared expert decide between things, and are small: they are no linear layers in this sense.
 _LINEAR = re.compile(
-    r"(?:embed_tokens|lm_head)\.weight"
-    r"|layers\.[0-9]+\.(?:linear_attn\.(?:in_proj_qkv|in_proj_z|out_proj)\.weight"
+    r"mtp\.fc\.weight"
+    r"|(?:mtp\.)?(?:embed_tokens|lm_head)\.weight"
+    r"|(?:mtp\.)?layers\.[0-9]+\.(?:linear_attn\.(?:in_proj_qkv|in_proj_z|out_proj)\.weight"
     r"|self_attn\.[qkvo]_proj\.weight"
     r"|mlp\.(?:shared_expert\.|experts\.[0-9]+\.)?(?:gate|up|down)_proj\.weight"
     r"|mlp\.experts\.(?:gate_up|down)_proj)"
@@ -64,16 +83,38 @@ def unprefixed(name: str) -> str:
 
 def kind_outside_text(name: str) -> str | None:
     """The kind of an unprefixed name that belongs to the model but not to its text part, or None."""
-    if name.startswith("mtp."):
-        return "multi-token-prediction"
+    if is_mtp(name):
+        return MTP_KIND
     if name.startswith("visual."):
         return "vision"
     return None
 
 
+def is_mtp(name: str) -> bool:
+    """Whether an unprefixed name belongs to the multi-token-prediction head."""
+    return name.startswith(_MTP)
+
+
+def mtp_objection(names: Iterable[str]) -> str | None:
+    """Why these unprefixed names are not all those of one MTP head, or None when they are.
+
+    Its MLP is not looked at for completeness, since that depends on its kind.
+    """
+    names = frozenset(names)
+    if missing := sorted(_MTP_ALWAYS - names):
+        return f"a multi-token-prediction head needs {listed(missing)} too"
+    if unknown := sorted(name for name in names.difference(_MTP_ALWAYS, MTP_OWN) if not _is_mtp_mlp(name)):
+        return f"a multi-token-prediction head of one layer has no place for {listed(unknown)}"
+    return None
+
+
+def _is_mtp_mlp(name: str) -> bool:
+    return name.startswith(_MTP_LAYER) and _COMMON_PARTS.fullmatch(name.removeprefix(_MTP_LAYER)) is not None
+
+
 def is_linear(name: str) -> bool:
-    """Whether a canonical name is that of a linear layer of the decoder, the embedding and the head included: what
-    makes up nearly all of a model, and what a decoder holds in 4 bits.
+    """Whether a canonical name is that of a linear layer of the decoder or its MTP head, the embedding and the output
+    head included: what makes up nearly all of a model, and what a decoder holds in 4 bits.
     """
     return _LINEAR.fullmatch(name) is not None
 

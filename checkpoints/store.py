@@ -4,6 +4,7 @@
     tokenizer.json …   the model's text files, see `text_files`
     items/layers.0/    the tensors of layer 0, see `orbax_item`
     items/model/       the tensors outside layers
+    items/mtp/         those of the multi-token-prediction head, if there is one
 
 Where the tensors of a layer (or those outside) are too many to be held in memory at once, they go on in further items,
 `layers.0.part2` and so on; only the manifest says what lies where.
@@ -21,6 +22,7 @@ import numpy as np
 
 from checkpoints.base import Checkpoint, TensorInfo
 from checkpoints.errors import CheckpointError
+from checkpoints.names import MTP_KIND, is_mtp
 from checkpoints.orbax_item import OrbaxItem, content_hash, value_of
 from checkpoints.q4_blocks import GROUP, Q4Codes, Q4Words, unpack_words
 from checkpoints.store_manifest import MANIFEST_FILE, Manifest, Record, item_infos
@@ -37,11 +39,13 @@ class StoreCheckpoint(Checkpoint):
 
     `tier` is "f32" or "q4", `q4_parts` what is in 4 bits in tier q4, `quantiser` the rule that quantised it (None: none
     did), `provenance` what it was made from, `texts` the SHA-256 of the text files beside it, `records` what the
-    manifest says of each tensor.
+    manifest says of each tensor, those of a head that was not asked for included.
     """
 
-    def __init__(self, path: Path, manifest: Manifest):
-        super().__init__(str(path), manifest.header["config"], {})
+    def __init__(self, path: Path, manifest: Manifest, *, mtp: bool = False):
+        head = sorted(filter(is_mtp, manifest.tensors))
+        super().__init__(str(path), manifest.header["config"], {} if mtp else {MTP_KIND: head})
+        self._mtp_names = tuple(head) if mtp else ()
         self.tier: str = manifest.header["tier"]
         self.q4_parts: str | None = manifest.header["q4_parts"]
         self.quantiser: str | None = manifest.header["quantiser"]
@@ -62,7 +66,11 @@ class StoreCheckpoint(Checkpoint):
 
     @override
     def names(self) -> tuple[str, ...]:
-        return tuple(sorted(self.records))
+        return tuple(sorted(name for name in self.records if not is_mtp(name)))
+
+    @override
+    def mtp_names(self) -> tuple[str, ...]:
+        return self._mtp_names
 
     @override
     def info(self, name: str) -> TensorInfo:
@@ -114,8 +122,8 @@ def is_store(path: Path) -> bool:
     return (path / MANIFEST_FILE).is_file()
 
 
-def open_store(path: str | os.PathLike[str]) -> StoreCheckpoint:
-    """Open a converted checkpoint, reading nothing but its manifest and its text files.
+def open_store(path: str | os.PathLike[str], *, mtp: bool = False) -> StoreCheckpoint:
+    """Open a converted checkpoint, reading nothing but its manifest and its text files; `mtp` as in `open_checkpoint`.
 
     Raises:
         CheckpointError: the manifest is missing, damaged, of another version, or not that of a whole model in its tier;
@@ -130,7 +138,7 @@ def open_store(path: str | os.PathLike[str]) -> StoreCheckpoint:
         data = stream.read(MAX_JSON_BYTES + 1)
     if len(data) > MAX_JSON_BYTES:
         raise CheckpointError(f"{file}: larger than {MAX_JSON_BYTES} bytes, which is no plausible manifest")
-    return StoreCheckpoint(folder, Manifest.decoded(data, str(file)))
+    return StoreCheckpoint(folder, Manifest.decoded(data, str(file)), mtp=mtp)
 
 
 def read_tensor(item: OrbaxItem, name: str, sha256: str) -> np.ndarray | Q4Words:

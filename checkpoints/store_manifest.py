@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 from checkpoints.base import TensorInfo
 from checkpoints.errors import CheckpointError
 from checkpoints.hf_config import gdn_dims, gdn_layers, text_config
-from checkpoints.names import Vocabulary, gdn_prefix, gdn_shapes, is_linear
+from checkpoints.names import Vocabulary, gdn_prefix, gdn_shapes, is_linear, is_mtp, mtp_objection
 from checkpoints.orbax_item import DENSE_DTYPES, Q4_0
 from checkpoints.q4_blocks import GROUP
 from checkpoints.sealed_json import decode_sealed, encode_sealed
@@ -187,8 +187,9 @@ class Manifest(NamedTuple):
         self._check_texts()
         config = text_config(self.header["config"])
         vocabulary, shapes = Vocabulary(config), gdn_shapes(gdn_dims(config))
+        of_head = mtp_objection(filter(is_mtp, self.tensors))
         for name in self.tensors:
-            if objection := vocabulary.objection(name):
+            if objection := of_head if is_mtp(name) else vocabulary.objection(name):
                 raise CheckpointError(f"tensor {name!r} has no place in this model ({objection})")
         for layer in gdn_layers(config):
             prefix = gdn_prefix(layer)

@@ -14,6 +14,8 @@ Numbers keep their dtype (bfloat16 stays bfloat16, and widens exactly when it is
 file become float32. So does, in a GGUF file, everything but matrices; its norms and A_log are rounded as stated in
 `checkpoints.gguf_layout`.
 
+A multi-token-prediction head goes with its model; one of a kind that is not supported is left out, with a warning.
+
 The text files of a model (`checkpoints.text_files`) go with it into a converted checkpoint, byte for byte; into a GGUF
 file the tokenizer goes as metadata (`checkpoints.gguf_tokenizer`), as does what a GGUF source says beside its model.
 
@@ -40,10 +42,10 @@ import numpy as np
 from checkpoints import Checkpoint, TensorInfo, open_checkpoint
 from checkpoints.gguf_config import metadata_of
 from checkpoints.gguf_file import GGML_TYPES, GgufFile
-from checkpoints.gguf_layout import Part, canonical_parts
-from checkpoints.gguf_qwen import GgufCheckpoint, write_gguf
+from checkpoints.gguf_layout import Part
+from checkpoints.gguf_qwen import GgufCheckpoint, write_gguf, written_parts
 from checkpoints.gguf_tokenizer import PREFIX, TokenizerKindError, tokenizer_metadata
-from checkpoints.names import is_linear, listed
+from checkpoints.names import is_linear, is_mtp, listed
 from checkpoints.orbax_item import DENSE_DTYPES, Q4_0
 from checkpoints.q4_blocks import GROUP, Q4Words
 from checkpoints.store import StoreCheckpoint, is_store, open_store
@@ -80,7 +82,7 @@ _LEAST_ITEM_BYTES = 64 << 20
 _SAMPLES, _SAMPLE_BYTES = 64, 1 << 12
 
 _LAYER = re.compile(r"layers\.(\d+)\.")
-_OUTSIDE_LAYERS = "model"
+_OUTSIDE_LAYERS, _HEAD = "model", "mtp"
 
 TIER_KEY, QUANTISER_KEY, SOURCE_KEY = "gdn_jax.tier", "gdn_jax.quantiser", "gdn_jax.source"
 PARTS_KEY = "gdn_jax.q4_parts"
@@ -213,7 +215,7 @@ def convert(
         raise ValueError("a GGUF file is written in one go and cannot be resumed; convert without resume")
     source, destination = Path(source), Path(destination)
     started = time.perf_counter()
-    with open_checkpoint(source) as checkpoint:
+    with _opened(source) as checkpoint:
         job = Job(source, checkpoint, recipe, progress)
         _check_projections(job)
         if job.not_q4:
@@ -248,14 +250,24 @@ def convert(
     )
 
 
+def _opened(source: Path) -> Checkpoint:
+    """The source with its multi-token-prediction head, if that is one of those that are known."""
+    try:
+        return open_checkpoint(source, mtp=True)
+    except CheckpointError as error:
+        without = open_checkpoint(source)  # raises again where it is not the head that is wrong
+        _log.warning("the multi-token-prediction head is left out: %s", error)
+        return without
+
+
 class Job:
-    """One source under one recipe, and how far the work on it is."""
+    """One source under one recipe, and how far the work on it is: its head too, where it was opened with one."""
 
     def __init__(self, path: Path, source: Checkpoint, recipe: Recipe, progress: Watcher | None):
         self.path = path
         self.source = source
         self.recipe = recipe
-        self.infos = {name: source.info(name) for name in source.names()}
+        self.infos = {name: source.info(name) for name in (*source.names(), *source.mtp_names())}
         self.targets = {name: recipe.target(name, info) for name, info in self.infos.items()}
         self.source_nbytes = sum(map(_nbytes, self.infos.values()))
         self.nbytes = sum(map(_nbytes, self.targets.values()))
@@ -314,9 +326,9 @@ def _to_store(job: Job, destination: Path, *, resumable: bool) -> dict[str, Mapp
 
 def _finished(job: Job, destination: Path) -> dict[str, Mapping[str, float]]:
     """The complete result of an earlier run of the same conversion, checked against its hashes."""
-    with open_store(destination) as store:
+    with open_store(destination, mtp=True) as store:
         require_same_conversion(store.header, _header(job, read_texts(job.path)), destination)
-        for name in store.names():
+        for name in store.records:
             store.check(name)
             job.done([name], resumed=True)
         return _costs(store.records)
@@ -337,7 +349,8 @@ def _to_gguf(job: Job, destination: Path) -> dict[str, Mapping[str, float]]:
             yield name, value
             job.done([name])
 
-    write_gguf(destination, job.source.config, tensors(), metadata=_gguf_metadata(job))
+    head = job.source.mtp_names()
+    write_gguf(destination, job.source.config, tensors(), metadata=_gguf_metadata(job), mtp=head)
     return quantisation
 
 
@@ -395,7 +408,7 @@ def _check_gguf(job: Job) -> None:
 
 def gguf_parts(source: Checkpoint) -> dict[str, Part]:
     """Where each tensor of the model lies in a GGUF file that is written here."""
-    return canonical_parts(source.config, (), tiled=True)
+    return written_parts(source.config, source.mtp_names())
 
 
 def _check_place(destination: Path, nbytes: int, replaces: Path | None = None) -> None:
@@ -416,11 +429,14 @@ def _item_bytes(job: Job) -> int:
 
 
 def _items(targets: Mapping[str, TensorInfo], limit: int) -> Iterator[tuple[str, list[str]]]:
-    """Item names and the tensors of each: one item a layer, and one for the rest, cut where they exceed `limit`."""
+    """Item names and the tensors of each: one item a layer, one for the head, and one for the rest, cut where they
+    exceed `limit`.
+    """
     groups: dict[str, list[str]] = {}
     for name in targets:
         match = _LAYER.match(name)
-        groups.setdefault(f"layers.{match[1]}" if match else _OUTSIDE_LAYERS, []).append(name)
+        outside = _HEAD if is_mtp(name) else _OUTSIDE_LAYERS
+        groups.setdefault(f"layers.{match[1]}" if match else outside, []).append(name)
     for group, names in groups.items():
         parts: list[list[str]] = [[]]
         held = 0

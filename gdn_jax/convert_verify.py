@@ -1,5 +1,6 @@
 """Proof that a converted checkpoint is what its source gives: every tensor, the configuration and the tokenizer."""
 
+import contextlib
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -69,16 +70,20 @@ def verify(
             does not agree with what is given. (A tensor that cannot be read there is a fault.)
     """
     source, destination = Path(source), Path(destination)
-    with open_checkpoint(source) as original, open_checkpoint(destination) as result:
+    with contextlib.ExitStack() as opened:
+        result = opened.enter_context(open_checkpoint(destination, mtp=True))
+        # A head may have been left out.
+        original = opened.enter_context(open_checkpoint(source, mtp=bool(result.mtp_names())))
         recipe = _recipe(result, {"tier": tier, "quantiser": quantiser, "q4_parts": q4_parts})
         job = Job(source, original, recipe, progress)
         is_gguf = isinstance(result, GgufCheckpoint)
         faults = list(_gguf_config_faults(job, result) if is_gguf else _config_faults(job, result))
-        if odd := sorted(job.infos.keys() ^ set(result.names())):
+        names = result.names() + result.mtp_names()
+        if odd := sorted(job.infos.keys() ^ set(names)):
             faults.append(f"only one of the two has {listed(odd)}")
         parts = gguf_parts(result) if is_gguf else {}
         shares: list[float] = []
-        common = [name for name in result.names() if name in job.infos]
+        common = [name for name in names if name in job.infos]
         for name in common:
             share, fault = _compare(job, result, name, parts.get(name))
             faults += [fault] if fault else []
@@ -139,8 +144,9 @@ def _config_faults(job: Job, result: Checkpoint) -> Iterator[str]:
 
 def _gguf_config_faults(job: Job, result: Checkpoint) -> Iterator[str]:
     """The metadata must be those that the source's configuration and tokenizer give; the file has floats of 32 bits."""
+    expected = metadata_of(job.source.config, mtp=bool(result.mtp_names())) | gguf_extras(job)
     with GgufFile(result.source) as file:
-        for key, wanted in (metadata_of(job.source.config) | gguf_extras(job)).items():
+        for key, wanted in expected.items():
             found = file.metadata.get(key)
             wanted = float(np.float32(wanted)) if isinstance(wanted, float) else wanted
             if not _same_value(found, wanted):

@@ -1,35 +1,19 @@
-"""The gated delta rule in plain XLA: its serial form, and its chunked form for whole sequences.
+"""The gated delta rule in plain XLA: its serial form, and its chunked form for whole sequences of any content.
 
-The chunked form, for one value head and a chunk of c tokens that finds S: with d(i, j) = exp(g_{j+1} + … + g_i)
-the decay from token j to token i, and d(i) that from the chunk's beginning to token i, unrolling the serial form gives
-
-    u_i = beta_i · (v_i - d(i) · Sᵀk_i - sum_{j < i} d(i, j) · (k_i · k_j) · u_j)
-    o_i = d(i) · Sᵀq_i + sum_{j ≤ i} d(i, j) · (q_i · k_j) · u_j
-    S' = d(c) · S + sum_j d(c, j) · k_j u_jᵀ
-
-of which the first line is a unit-lower-triangular system in the u of the chunk. All that does not depend on S is
-computed for all chunks at once; then S goes from chunk to chunk.
-
-Axes of this module beside the glossary's: n chunks, c tokens in a chunk.
+The chunks themselves are in `chunks`, their derivatives in `delta_backward`.
 """
 
 import functools
 from collections.abc import Callable
-from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
 
 from gdn_jax.axes import Array, Bool, Float32, Int32
-from gdn_jax.products import einsum
+from gdn_jax.chunks import CHUNK, by_chunks
+from gdn_jax.delta_backward import with_backward
 
 __all__ = ["CHUNK", "CleanForm", "clean_chunks", "delta_chunk", "delta_step", "first_tokens", "valid_tokens"]
-
-CHUNK = 64
-"""Tokens per chunk, unless told otherwise."""
-
-_WRITES = 8
-"""Tokens whose writes to S are summed by one matrix product."""
 
 type CleanForm = Callable[..., tuple[Array, Array]]
 """The chunked form of clean operands: called as `clean_chunks` is, without `chunk`."""
@@ -116,15 +100,15 @@ def clean_chunks(
 ) -> tuple[Float32[Array, "T B H V"], Float32[Array, "B H K V"]]:
     """`delta_chunk` of T ≥ 1 tokens that are all finite, but that g may be -inf; padding is k = v = beta = g = 0.
 
+    Derivatives are those of `delta_backward`, in reverse mode alone; where g is -inf its gradient is 0.
+
     Raises:
         ValueError: `chunk` is below 1.
     """
     if chunk < 1:
         raise ValueError(f"chunk must be at least 1, got {chunk}")
-    tokens, batch, heads, columns = v.shape
-    chunks = _chunks(q, k, v, beta, g, min(chunk, tokens), precision)
-    o, end = _over_chunks(_grouped(s, 1, q.shape[2]), chunks, precision)
-    return jnp.moveaxis(o, -2, 1).reshape(-1, batch, heads, columns)[:tokens], end.reshape(s.shape)
+    how = {"precision": precision, "chunk": min(chunk, v.shape[0])}
+    return with_backward(functools.partial(by_chunks, **how), **how)(s, q, k, v, beta, g)
 
 
 def valid_tokens(lengths: Int32[Array, "B"] | None, tokens: int, batch: int) -> Bool[Array, "T B"]:
@@ -147,107 +131,6 @@ def first_tokens(segment_ids: Int32[Array, "T B"] | None, valid: Bool[Array, "T 
     return lax.cummax(jnp.concatenate([before, starts]), axis=0)
 
 
-class _Chunks(NamedTuple):
-    """All that the chunks need beside S."""
-
-    keys_and_queries: Float32[Array, "n B G 2c K"]
-    v: Float32[Array, "n B G R c V"]
-    beta: Float32[Array, "n B G R c"]
-    solve: Float32[Array, "n B G R c c"]
-    """The inverse of the triangular system."""
-    scores: Float32[Array, "n B G R c c"]
-    """d(i, j) · (q_i · k_j) for j ≤ i."""
-    decay_in: Float32[Array, "n B G R c"]
-    """d(i), from the chunk's beginning."""
-    decay_out: Float32[Array, "n B G R c"]
-    """d(c, j), to the chunk's end."""
-
-
-def _chunks(q: Array, k: Array, v: Array, beta: Array, g: Array, chunk: int, precision: str) -> _Chunks:
-    key_heads = q.shape[2]
-    q, k = (jnp.moveaxis(_split(x, chunk), 1, -2) for x in (q, k))
-    v = jnp.moveaxis(_grouped(_split(v, chunk), 3, key_heads), 1, -2)
-    beta, g = (jnp.moveaxis(_grouped(_split(x, chunk), 3, key_heads), 1, -1) for x in (beta, g))
-    keys_and_queries = jnp.concatenate([k, q], axis=-2)
-    products = einsum("nbgik,nbgjk->nbgij", keys_and_queries, k, precision=precision)[:, :, :, None]
-    overlaps, scores = jnp.split(products, 2, axis=-2)
-    seen = jnp.tri(chunk, dtype=jnp.bool_)
-    decay = jnp.where(_leading(seen, g[..., None]), jnp.exp(_segment_sums(g)), 0.0)
-    earlier = _leading(jnp.tri(chunk, k=-1, dtype=jnp.bool_), g[..., None])
-    system = jnp.where(earlier, beta[..., None] * decay * overlaps, 0.0)
-    return _Chunks(
-        keys_and_queries=keys_and_queries,
-        v=v,
-        beta=beta,
-        solve=_unit_lower_inverse(system),
-        scores=decay * scores,
-        decay_in=jnp.exp(jnp.cumsum(g, axis=-1)),
-        decay_out=decay[..., -1, :],
-    )
-
-
-def _over_chunks(
-    s: Float32[Array, "B G R K V"], chunks: _Chunks, precision: str
-) -> tuple[Float32[Array, "n B G R c V"], Float32[Array, "B G R K V"]]:
-    weighted = functools.partial(einsum, "bgrij,bgrjv->bgriv", precision=precision)
-
-    def body(s, now):
-        c = now.v.shape[-2]
-        read = einsum("bgck,bgrkv->bgrcv", now.keys_and_queries, s, precision=precision)
-        read = read * jnp.concatenate([now.decay_in] * 2, axis=-1)[..., None]
-        u = weighted(now.solve, now.beta[..., None] * (now.v - read[..., :c, :]))
-        o = read[..., c:, :] + weighted(now.scores, u)
-        written = _sum_of_writes(now.keys_and_queries[..., :c, :], now.decay_out[..., None] * u, precision)
-        return now.decay_in[..., -1, None, None] * s + written, o
-
-    s, o = lax.scan(body, s, chunks)
-    return o, s
-
-
-def _sum_of_writes(
-    k: Float32[Array, "B G c K"], u: Float32[Array, "B G R c V"], precision: str
-) -> Float32[Array, "B G R K V"]:
-    """sum_j k_j u_jᵀ, in partial sums of `_WRITES` consecutive tokens.
-
-    Where keys are alike, each write takes back most of the one before. Sums in the order of the tokens, as in the
-    serial form, then stay small; a matrix product adds in an order of its own, in which they grow and are rounded more.
-    """
-    k, u = (_split(jnp.moveaxis(x, -2, 0), _WRITES) for x in (k, u))
-    return jnp.sum(einsum("mcbgk,mcbgrv->mbgrkv", k, u, precision=precision), axis=0)
-
-
-def _segment_sums(g: Float32[Array, "... c"]) -> Float32[Array, "... c c"]:
-    """L[i, j] = g_{j+1} + … + g_i, and 0 for j ≥ i.
-
-    Each sum is taken over its own terms. As the difference of two prefix sums it would lose what a strong decay before
-    token j leaves below its last digit, and be NaN after a full reset.
-    """
-    later = _leading(jnp.tri(g.shape[-1], k=-1, dtype=jnp.bool_), g[..., None])
-    return jnp.cumsum(jnp.where(later, g[..., None], 0.0), axis=-2)
-
-
-def _unit_lower_inverse(a: Float32[Array, "... c c"]) -> Float32[Array, "... c c"]:
-    """(1 + a)⁻¹ for a strictly lower a, from the inverses of diagonal blocks that double in width.
-
-    [[P, 0], [M, Q]]⁻¹ = [[P⁻¹, 0], [-Q⁻¹ M P⁻¹, Q⁻¹]], for all pairs of blocks at once, within the whole matrix. Every
-    block's inverse belongs to a shorter chunk, so its entries are at most 1 where keys have length 1 and beta ≤ 1, and
-    the error is that of forward substitution. Powers of `a`, the shorter way, would pass through binomial coefficients
-    and cancel where keys are alike.
-    """
-    c = a.shape[-1]
-    index = jnp.arange(c, dtype=jnp.int32)
-    multiply = functools.partial(einsum, "...ij,...jk->...ik")
-
-    def double(inverse, level):
-        block = index >> level  # of width 2^level
-        row, column = block[:, None], block[None]
-        below = jnp.where(_leading((row == column + 1) & (row & 1 == 1), a), a, 0.0)
-        return inverse - multiply(inverse, multiply(below, inverse)), None
-
-    levels = jnp.arange((c - 1).bit_length(), dtype=jnp.int32)
-    return lax.scan(double, jnp.broadcast_to(jnp.eye(c, dtype=jnp.float32), a.shape), levels)[0]
-
-
 def _reach_of_non_finite(
     s: Array, k: Array, v: Array, beta: Array, g: Array, first: Array, valid: Array
 ) -> tuple[Bool[Array, "T B H V"], Bool[Array, "B H V"]]:
@@ -268,25 +151,9 @@ def _reach_of_non_finite(
     return spoilt, spoilt[-1]
 
 
-def _split(x: Float32[Array, "T ..."], chunk: int) -> Float32[Array, "n c ..."]:
-    """The tokens in chunks, with zeros after the last: they write nothing and decay nothing."""
-    padding = [(0, -x.shape[0] % chunk)] + [(0, 0)] * (x.ndim - 1)
-    return jnp.pad(x, padding).reshape(-1, chunk, *x.shape[1:])
-
-
-def _grouped(x: Array, axis: int, key_heads: int) -> Array:
-    """Value heads at `axis` as [G, R]."""
-    return x.reshape(*x.shape[:axis], key_heads, -1, *x.shape[axis + 1 :])
-
-
 def _trailing(mask: Array, x: Array) -> Array:
     """The mask with axes of size 1 behind it, up to the rank of x."""
     return mask.reshape(*mask.shape, *(1,) * (x.ndim - mask.ndim))
-
-
-def _leading(mask: Bool[Array, "c c"], x: Array) -> Bool[Array, "..."]:
-    """The mask with axes of size 1 before it, up to the rank of x."""
-    return mask.reshape(*(1,) * (x.ndim - mask.ndim), *mask.shape)
 
 
 def _per_value_head(x, value_heads):

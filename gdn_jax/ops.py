@@ -38,7 +38,6 @@ from pallas_kernels.project_in import LayerInput
 
 __all__ = [
     "IMPLEMENTATIONS",
-    "OPERATIONS",
     "PRECISIONS",
     "PROMPT_PRECISIONS",
     "Activations",
@@ -56,6 +55,7 @@ __all__ = [
     "choose_delta_chunks",
     "choose_delta_layer",
     "choose_delta_window",
+    "choose_layer_gates",
     "choose_layer_input",
     "choose_product",
     "choose_rows",
@@ -65,6 +65,7 @@ __all__ = [
     "dense",
     "elementwise",
     "implementation_report",
+    "layer_gates",
     "layer_input",
     "look_at_window",
     "project",
@@ -79,7 +80,6 @@ PRECISIONS = {"f32": ("exact",), "q4": ("exact", "q8")}
 """Tier of the large projections -> the precisions that a step has."""
 PROMPT_PRECISIONS = {tier: (*names, "bf16") for tier, names in PRECISIONS.items()}
 """The same for all tokens of a prompt at once, where products are of many rows."""
-OPERATIONS = ("project", "layer_input", "delta_layer", "attend", "delta_window", "project_rows", "delta_chunks")
 
 type Matrix = Array | Q4Tensor
 
@@ -90,6 +90,7 @@ _PARTIAL_SUMS = 1 << 22
 _FEW_ROWS = 16
 """Rows up to which two launches of the kernel for few take no longer than one of the kernel for many: both read the
 weights at least once, and the latter does three products (q4_gemm-h200.jsonl, bench-gemv-h200.jsonl)."""
+_GATES = project_in.Gates(beta=write_strength, g=log_decay)
 _PIECES = {"exact": 3, "bf16": 1}
 """Precision -> bfloat16 pieces of x in the kernel for many rows."""
 
@@ -156,6 +157,7 @@ def implementation_report() -> tuple[Choice, ...]:
     return (
         choose("project", None, _product_objections([(48, 16384, 5120)], 1, 3)),
         choose("layer_input", None, _objections(project_in.supported, 48, 10240, 6144, 5120, 1, 3)),
+        choose_layer_gates(4, None),
         choose("delta_layer", None, _objections(delta_kernels.supported, state)),
         choose("attend", None, _objections(attend_kernels.supported, cache, 24)),
         choose_delta_window(state, 4, None),
@@ -492,10 +494,24 @@ def layer_input(
         made.scales,
         layer=_index(layer),
         weight_layer=_index(weight_layer),
-        gates=project_in.Gates(beta=write_strength, g=log_decay),
+        gates=_GATES,
         active=active,
         keep=keep,
         interpret=interpret,
+    )
+
+
+def choose_layer_gates(rows: int, implementation: str | None) -> Choice:
+    """The implementation of a layer's gates alone, for so many rows."""
+    return choose("layer_gates", implementation, _objections(project_in.gates_supported, rows))
+
+
+def layer_gates(
+    w: Any, weight_layer: Int32[Array, ""], x: Float32[Array, "M D"], *, interpret: bool
+) -> project_in.Gated:
+    """The gates of one layer of w (stacked `GdnWeights`), by the kernel."""
+    return project_in.project_gates(
+        *(x, w.b, w.a, w.dt_bias, w.A_log), weight_layer=_index(weight_layer), gates=_GATES, interpret=interpret
     )
 
 
@@ -599,15 +615,16 @@ def look_at_window(
     g: Float32[Array, "T B H"],
     norm: Float32[Array, "L V"],
     lengths: Int32[Array, "B"],
+    kept: tuple[Float32[Array, "L T B C"], Float32[Array, "L T B H"], Float32[Array, "L T B H"]],
     *,
     key_heads: int,
     norm_eps: float,
     limbs: int,
     interpret: bool,
-) -> Array | Activations:
+) -> tuple[Array | Activations, tuple[Array, Array, Array]]:
     """Convolution, delta rule and both norms of one layer for the tokens of a window, from a state that stays as it is.
 
-    The output [T, B, H, V], or its T·B rows as limbs.
+    The output [T, B, H, V], or its T·B rows as limbs; and `kept`, with this layer's xc, beta and g put in in place.
     """
     made = window_kernels.delta_window_look(
         *(state, history, _index(layer), xc, conv, z, beta, g, norm),
@@ -616,11 +633,13 @@ def look_at_window(
         qk_eps=QK_EPS,
         eps=norm_eps,
         lengths=lengths,
+        kept=window_kernels.Kept(*kept),
         split=_splitter(limbs) if limbs else None,
         limbs=limbs,
         interpret=interpret,
     )
-    return Activations(None, made.digits, made.x_scales) if limbs else made.onn
+    assert made.kept is not None
+    return Activations(None, made.digits, made.x_scales) if limbs else made.onn, tuple(made.kept)
 
 
 def take_window(

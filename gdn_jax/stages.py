@@ -16,7 +16,7 @@ from gdn_jax.delta import delta_step
 from gdn_jax.fence import fence
 from gdn_jax.gates import log_decay, write_strength
 from gdn_jax.norms import gated_rms_norm, l2_normalise
-from gdn_jax.ops import Activations, project_many
+from gdn_jax.ops import Activations, choose_layer_gates, dense, layer_gates, project_many
 from gdn_jax.weights import GdnWeights
 
 __all__ = [
@@ -87,17 +87,22 @@ def project_in(
 ) -> Projected:
     """Step 1: the four projections (by `implementation`) and the gates, for rows that may be of any tokens.
 
-    The large projections may come as layer `layer` of a stack, to be read in place.
+    Weights may come as layer `layer` of a stack, to be read in place by kernels.
     """
     large = (w if stack is None else stack).large
     with jax.named_scope("project_in"):
         products = project_many(
             (large.qkv, large.z), x, precision=precision, implementation=implementation, layer=layer
         )
-        xc, z, b, a = fence((*products, *project_many((w.b, w.a), x)))
+        xc, z = fence(products)
         z = z.reshape(-1, cfg.value_heads, cfg.value_dim)
+    choice = choose_layer_gates(xc.shape[0], "xla" if stack is None else implementation)
     with jax.named_scope("gates"):
-        beta, g = fence((write_strength(b), log_decay(a, w.dt_bias, w.A_log)))
+        if choice.implementation == "xla" or stack is None or layer is None:
+            b, a = fence(project_many((w.b, w.a), x))
+            beta, g = fence((write_strength(b), log_decay(a, w.dt_bias, w.A_log)))
+        else:
+            beta, g, b, a = fence(layer_gates(stack, layer, dense(x), interpret=choice.implementation == "interpret"))
     return Projected(xc, z, a, b, beta, g)
 
 

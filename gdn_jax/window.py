@@ -93,11 +93,12 @@ def look(
     )
     by_token = functools.partial(_by_token, batch=state.batch)
     made = _Tokens(by_token(made.xc), by_token(made.z), by_token(made.beta), by_token(made.g))
-    window = _filled(window, layer, made)
     if by_xla:
         x = _look_by_xla(weights, state, layer, made, lengths, cfg)
+        window = _filled(window, layer, made)
     else:
-        x = _look_by_kernel(stack, state, layer, made, lengths, cfg, precision, choice.implementation)
+        how = precision, choice.implementation
+        x, window = _look_by_kernel(stack, state, window, layer, made, lengths, cfg, *how)
     with jax.named_scope("project_out"):
         y = ops.project(
             stack.layers.large.out,
@@ -141,19 +142,23 @@ def _filled(window: GdnWindow, layer: Array, made: "_Tokens") -> GdnWindow:
     return GdnWindow(xc=put(window.xc, made.xc), beta=put(window.beta, made.beta), g=put(window.g, made.g))
 
 
-def _look_by_kernel(stack, state, layer, made, lengths, cfg, precision, implementation) -> Array | ops.Activations:
-    """The input of the output projection, in limbs where that takes them."""
+def _look_by_kernel(
+    stack, state, window, layer, made, lengths, cfg, precision, implementation
+) -> tuple[Array | ops.Activations, GdnWindow]:
+    """The input of the output projection, in limbs where that takes them; and the window, filled in in place."""
     limbs = LIMBS[precision] if stack.layers.tier == "q4" and cfg.value_dim % GROUP == 0 else 0
     with jax.named_scope("delta_window"):
-        found = ops.look_at_window(
+        found, kept = ops.look_at_window(
             *(state.S, state.conv_hist, layer, made.xc, stack.layers.conv),
             *(made.z, made.beta, made.g, stack.layers.norm, lengths),
+            (window.xc, window.beta, window.g),
             key_heads=cfg.key_heads,
             norm_eps=cfg.norm_eps,
             limbs=limbs,
             interpret=implementation == "interpret",
         )
-    return found if limbs else found.reshape(-1, cfg.value_channels)
+    rows = found if isinstance(found, ops.Activations) else found.reshape(-1, cfg.value_channels)
+    return rows, GdnWindow(*kept)
 
 
 class _Tokens(NamedTuple):

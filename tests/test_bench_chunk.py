@@ -70,6 +70,25 @@ def test_every_length_and_peer_has_a_row(capsys, tmp_path, known_ceiling):
 
 
 @on_cpu
+def test_each_case_comes_once_more_with_its_gradients(capsys, known_ceiling):
+    arguments = ("--geometry", GEOMETRY, "--tokens", 70, "--precision", "exact", "--backward", "--peers")
+    status, out, _ = run(capsys, *arguments, "--json")
+    rows = json.loads(out)["sections"][0]["rows"]
+    assert status == 0
+    assert [(row["implementation"], row["backward"]) for row in rows] == [
+        *(("xla", backward) for backward in (False, True)),
+        *((peer, backward) for backward in (False, True) for peer in ("fla", "jla")),
+    ]
+    assert rows[0]["command"] == " ".join(map(str, ("gdn bench chunk", *arguments)))
+    forward, both = rows[:2]
+    assert both["case"] == f"{forward['case']}, forward and backward"
+    assert both["nbytes"] == 2 * forward["nbytes"]
+    assert both["us"] > 0
+    assert both["tflop_per_s"] * both["us"] == pytest.approx(3 * forward["tflop_per_s"] * forward["us"])
+    assert 1e-8 < both["rms_rel"] <= both["max_rel"] <= both["bound"] == both["rms_bound"] == 2e-6
+
+
+@on_cpu
 def test_a_kernel_can_be_asked_for_by_name(capsys, known_ceiling):
     arguments = ("--geometry", "32,1,1,16,16,4", "--tokens", 3, "--precision", "exact", "--implementation", "interpret")
     status, out, _ = run(capsys, *arguments, "--json")
@@ -105,8 +124,9 @@ def test_what_is_wrong_is_not_timed_and_fails_the_run(capsys, monkeypatch, known
     [
         (["chunk", "--precision", "q8"], "--precision must be exact or bf16 for chunk, got q8"),
         (["chunk", "--layers", "2"], "--layers belongs to layer, not to chunk"),
-        (["delta", "--tokens", "64"], "--tokens belongs to chunk, decode, prefill, not to delta"),
-        (["prefill", "--tokens", "64,128"], "--tokens must be one number for prefill, got 64,128; chunk takes several"),
+        (["delta", "--backward"], "--backward belongs to chunk, not to delta"),
+        (["delta", "--tokens", "64"], "--tokens belongs to chunk, decode, prefill"),
+        (["prefill", "--tokens", "64,128"], "--tokens must be one number for prefill, got 64,128; chunk "),
         (["chunk", "--geometry", "27b"], "geometry must be one of qwen3.5-0.8b"),
         (["chunk", "--implementation", "cuda"], "implementation must be None or one of"),
     ],
@@ -146,6 +166,56 @@ def test_the_float64_rule_is_the_oracles():
     np.testing.assert_allclose(np.asarray(reference.o), o, rtol=0, atol=1e-13)
     np.testing.assert_allclose(np.asarray(reference.s), after, rtol=0, atol=1e-13)
     assert reference.strays < 1e-14
+
+
+WITH_GRADIENTS = SMALL._replace(tokens=150, backward=True)
+
+
+def test_the_float64_gradients_are_those_of_the_oracles_tokens_backwards():
+    """Over two blocks of the one and without any of the other; the oracle's slope vouches for the other."""
+    given = chunk_case.operands_of(WITH_GRADIENTS, "bf16")
+    found = chunk_case.exact(given).gradients
+    s, *tokens, do, ds = (np.asarray(x.astype(jnp.float32), np.float64) for x in given)
+    want = gate.serial_delta_gradients(do, ds, s, *tokens)
+    assert [x.shape for x in found] == [x.shape for x in want] == [x.shape for x in given[:6]]
+    for got, expected in zip(found, want, strict=True):
+        np.testing.assert_allclose(np.asarray(got), expected, rtol=0, atol=1e-12 * np.abs(expected).max())
+
+
+def test_one_wrong_element_of_any_gradient_is_seen():
+    case = Sequences(1, 3, 1, 2, 8, 4, backward=True)
+    given = chunk_case.operands_of(case, "exact")
+    rule = chunk_case.passes(chunk._rule("exact", "xla"), case)
+    programs = chunk_case.compiled(Form(rule=rule, inputs=given), case, Effort.here())
+    right, reference = programs.once(*given), chunk_case.exact(given)
+    bound = gate.BOUNDS[case.gate, "exact"]
+    assert max(chunk_case.errors(programs, reference, "exact")) <= bound
+    for i, array in enumerate(right):
+        wrong = array.at[(-1,) * array.ndim].add(jnp.max(jnp.abs(array)) / 8)
+        spoilt = programs._replace(once=lambda *_, i=i, wrong=wrong: (*right[:i], wrong, *right[i + 1 :]))
+        assert chunk_case.errors(spoilt, reference, "exact")[0] > bound
+    assert len(right) == 8
+
+
+@pytest.mark.parametrize("reset", [False, True])
+def test_the_gates_gradients_are_slopes(reset):
+    rng = np.random.default_rng(0)
+    s, do, ds = rng.standard_normal((2, 6, 5, 3)), rng.standard_normal((7, 2, 6, 3)), rng.standard_normal((2, 6, 5, 3))
+    q, k = rng.standard_normal((2, 7, 2, 2, 5)) / 2
+    point = [s, q, k, rng.standard_normal((7, 2, 6, 3)), rng.uniform(0, 1, (7, 2, 6)), -rng.exponential(1, (7, 2, 6))]
+    if reset:
+        point[5][3] = -np.inf
+
+    def total(point):
+        return sum((weight * x).sum() for weight, x in zip((do, ds), gate.serial_delta(*point), strict=True))
+
+    gradients = gate.serial_delta_gradients(do, ds, *point)
+    for i, gradient in enumerate(gradients):
+        direction = np.where(np.isfinite(point[i]), rng.standard_normal(point[i].shape), 0)
+        ends = [total([*point[:i], point[i] + step * direction, *point[i + 1 :]]) for step in (1e-6, -1e-6)]
+        assert np.sum(gradient * direction) == pytest.approx((ends[0] - ends[1]) / 2e-6, rel=1e-7)
+        assert np.isfinite(gradient).all()
+    assert bool(np.any(gradients[5][3])) is not reset
 
 
 def test_a_reference_that_strays_from_the_oracle_passes_nothing():
@@ -201,7 +271,8 @@ def test_bytes_and_operations_of_the_27b_geometry():
 def test_rates_and_versions_are_in_the_note():
     row = Row(subject="chunk", case="", batch=1, implementation="fla", precision="bf16", nbytes=0)
     found = chunk.with_rates(row, OF_27B)
-    assert (found.note, found.details) == ("", {"tokens": 512, "us_per_chunk": None, "tflop_per_s": None})
+    none = dict.fromkeys(("us_per_chunk", "tflop_per_s"))
+    assert (found.note, found.details) == ("", {"tokens": 512, "backward": False, **none})
     row = Row(
         subject="chunk",
         case="",
@@ -222,6 +293,7 @@ def test_rates_and_versions_are_in_the_note():
 )
 def test_a_program_lasts_some_hundredths_of_a_second(tokens, used, kernels):
     assert chunk_case._kernels(OF_27B._replace(tokens=tokens), used, Effort()) == kernels
+    assert 2 <= chunk_case._kernels(OF_27B._replace(tokens=tokens, backward=True), used, Effort()) <= min(kernels, 20)
 
 
 @pytest.mark.deviceless
@@ -313,7 +385,8 @@ def test_a_peers_answer_is_its_row(monkeypatch, program):
     assert row.details == {"rms_rel": 3e-3, "version": "x 1"}
 
 
-def test_jax_linear_attention_is_given_what_it_takes(monkeypatch):
+@pytest.mark.parametrize("backward", [False, True])
+def test_jax_linear_attention_is_given_what_it_takes(monkeypatch, backward):
     """A library of that name and signature, which our own rule carries out."""
 
     def linear_attention(kind, q, k, v, *, impl, scale, g, beta, initial_state, output_final_state):
@@ -327,12 +400,13 @@ def test_jax_linear_attention_is_given_what_it_takes(monkeypatch):
     monkeypatch.setattr(of_it, "linear_attention", linear_attention, raising=False)
     monkeypatch.setitem(sys.modules, "jla", jla)
     monkeypatch.setitem(sys.modules, "jla.ops", of_it)
-    answer = jax_peers._jla_chunk({**SMALL._asdict(), "seconds": 0.0, "warm": 0.0, "rotate": 0})
+    case = SMALL._replace(backward=backward)
+    answer = jax_peers._jla_chunk({**case._asdict(), "seconds": 0.0, "warm": 0.0, "rotate": 0})
     assert answer["version"] == "jax-linear-attention 0.1.0"
     assert 1e-3 < answer["rms_rel"] < answer["max_rel"] <= 1e-2
     assert answer["us"] > 0
     tokens = 2 * 70 * (2 * (2 * 2 * 32 + 2 * 6 * 16) + 2 * 4 * 6)  # o is bfloat16, too
-    assert answer["nbytes"] == 2 * 4 * 2 * 6 * 32 * 16 + tokens
+    assert answer["nbytes"] == (1 + backward) * (2 * 4 * 2 * 6 * 32 * 16 + tokens)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -349,10 +423,13 @@ def test_the_table_has_kernel_xla_and_peers_side_by_side(monkeypatch):
 
     lines = [line("mosaic", "bf16", 164.5), line("xla", "bf16", 4000.0), line("xla", "exact", 5000.0)]
     lines += [line("fla", "bf16", None), line("jla", "bf16", 200.0)]
+    lines += [line("mosaic", "bf16", 900.0, backward=True), line("fla", "bf16", 700.0, backward=True)]
     monkeypatch.setattr(tables, "recorded", lambda subject: lines)
-    head, rounded, exact = tables.chunk()
+    head, rounded, exact, both = tables.chunk()
     assert rounded == (
         *("4,096", "1", "bf16", "164.5", "2.57", "170", "31.2", "5.0e-03", "3.0e-03", "4,000.0", "", "200.0"),
     )
     assert exact == ("4,096", "1", "exact", "", "", "", "", "", "", "5,000.0", "", "")
-    assert len(head) == len(rounded) == len(exact)
+    assert both[2:5] == ("bf16, and backward", "900.0", "14.06")
+    assert both[-3:] == ("", "700.0", "")
+    assert len(head) == len(rounded) == len(exact) == len(both)

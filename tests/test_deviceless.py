@@ -1,13 +1,16 @@
 """Whole programs, compiled for an H200 without one: what they launch, copy, alias and keep beside the state."""
 
 import re
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import pytest
 
 import gdn_jax as gdn
+from gdn_jax.norms import QK_EPS
 from gdn_jax.state import state_shapes
+from pallas_kernels.delta_window import Kept, delta_window_fold, delta_window_look
 from tests.support.deviceless import compile_for_h200, float_sums
 
 pytestmark = pytest.mark.deviceless
@@ -130,3 +133,69 @@ def test_layers_unrolled_are_one_command_buffer(tmp_path):
     for kernel in LAUNCHES:
         assert kernel not in before
         assert captured.count(kernel) == layers
+
+
+def window_through_layers(state, window, conv, x, norm, counts, *, key_heads):
+    """A window looked at in every layer, each look depending on the one before, and its first tokens folded."""
+    common = {"key_heads": key_heads, "qk_eps": QK_EPS}
+
+    def layer(index, carry):
+        x, window = carry
+        made = delta_window_look(
+            *(state.S, state.conv_hist, index.reshape(1), x.xc, conv, x.z, x.beta, x.g, norm),
+            weight_layer=index.reshape(1),
+            eps=1e-6,
+            kept=window,
+            **common,
+        )
+        return x._replace(z=x.z + made.onn), made.kept
+
+    x, window = jax.lax.fori_loop(0, state.S.shape[0], layer, (x, window))
+    folded = delta_window_fold(state.S, state.conv_hist, window.xc, conv, window.beta, window.g, counts, **common)
+    return x.z, gdn.GdnState(*folded), window
+
+
+class Token(NamedTuple):
+    """What a layer's window is made of."""
+
+    xc: Any
+    z: Any
+    beta: Any
+    g: Any
+
+
+@pytest.mark.parametrize("batch", [1, 8])
+def test_a_window_through_48_layers_copies_no_state(batch):
+    """Looks in a loop, two launches each, then a fold of two launches, state and window in place."""
+    cfg, layers, tokens = GEOMETRY.cfg, 48, 4
+    heads, channels = cfg.value_heads, cfg.conv_channels
+
+    def struct(*shape, dtype=jnp.float32):
+        return jax.ShapeDtypeStruct(shape, dtype)
+
+    program = jax.jit(
+        window_through_layers,
+        static_argnames="key_heads",
+        donate_argnames=("state", "window"),
+        compiler_options=NO_SPILLS,
+    )
+    gate = struct(tokens, batch, heads)
+    token = Token(struct(tokens, batch, channels), struct(tokens, batch, heads, cfg.value_dim), gate, gate)
+    window = Kept(*(struct(layers, *array.shape) for array in (token.xc, gate, gate)))
+    compiled = compile_for_h200(
+        program,
+        state_shapes(cfg, layers=layers, batch=batch),
+        window,
+        struct(layers, channels, cfg.conv_width),
+        token,
+        struct(layers, cfg.value_dim),
+        struct(batch, dtype=jnp.int32),
+        key_heads=cfg.key_heads,
+    )
+    memory = compiled.memory_analysis()
+    in_place = sum(gdn.state_nbytes(cfg, layers=layers, batch=batch).values()) + 4 * sum(x.size for x in window)
+    assert memory.alias_size_in_bytes == in_place
+    assert memory.temp_size_in_bytes < 4 * 4 * tokens * batch * cfg.value_channels + 2**17
+    text = compiled.as_text()
+    assert text.count(" custom-call(") == 4
+    assert re.findall(r"= f32\[48,\d+,\d+,\d+\S* (?:copy|copy-start|fusion|dynamic-update-slice)\(.*", text) == []

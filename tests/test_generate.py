@@ -16,7 +16,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from gdn_jax import cli
-from gdn_jax.decoder import conversation, decoder, generate, network
+from gdn_jax.decoder import conversation, generate, network
 from gdn_jax.decoder.compilation import CompileClock, keep_compiled_programs
 from gdn_jax.decoder.conversation import Conversation
 from gdn_jax.decoder.decoder import Decoder

@@ -17,7 +17,7 @@ from gdn_jax.gates import log_decay, write_strength
 from gdn_jax.limbs import group_digits, split_limbs
 from gdn_jax.q4 import Q4Tensor
 from pallas_kernels.limbs import split_rows
-from pallas_kernels.project_in import Gates, InputWeights, project_in, supported
+from pallas_kernels.project_in import Gates, InputWeights, project_gates, project_in, supported
 from pallas_kernels.q4_gemv import Tile
 from tests.support.cases import assert_same_bits, error
 from tests.support.deviceless import compile_for_h200
@@ -130,6 +130,55 @@ def exactly(o):
         "xcv": oracle.conv_step(window, conv),
         "history": window[:, 1:],
     }
+
+
+# -- project_gates --------------------------------------------------------------------------------------------------
+
+
+def gates_alone(o, weight_layer, interpret):
+    operands = (o.x, o.b, o.a, o.dt_bias, o.A_log)
+    return project_gates(*operands, weight_layer=weight_layer, gates=GATES, interpret=interpret)
+
+
+gates_compiled = jax.jit(gates_alone, static_argnames="interpret")
+
+
+def run_gates(o, interpret, weight_layer=WEIGHT_LAYER):
+    return jax.device_get(gates_compiled(o, jnp.array([weight_layer], jnp.int32), interpret))
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(1, 32), (3, 1120), (8, 96), (17, 96)])
+def test_gates_alone_against_float64(interpret, rows, columns):
+    """1120 columns are a whole step and a bit of a second one; 17 rows are two readings of the weights and a row."""
+    o = operands(batch=rows, columns=columns)
+    made, want = run_gates(o, interpret), exactly(o)
+    for field in made._fields:
+        for row in range(rows):
+            assert error(getattr(made, field)[row], want[field][row]) <= CASE_TAP, field
+
+
+def test_rows_of_gates_alone_do_not_depend_on_each_other(interpret):
+    o = operands(batch=11)
+    want, made = run_gates(o, interpret), run_gates(o._replace(x=o.x.at[9].set(jnp.nan)), interpret)
+    others = np.arange(11) != 9
+    assert_same_bits(jax.tree.map(lambda leaf: leaf[others], made), jax.tree.map(lambda leaf: leaf[others], want))
+    assert all(np.isnan(leaf[9]).all() for leaf in made)
+
+
+def test_gates_alone_take_the_nearest_layer_of_weights(interpret):
+    o = operands()
+    last = jax.tree.map(lambda leaf: jnp.roll(leaf, WEIGHT_LAYERS - 1 - WEIGHT_LAYER, axis=0), o[2:7])
+    moved = o._replace(**dict(zip(o._fields[2:7], last, strict=True)))
+    assert_same_bits(run_gates(moved, interpret, WEIGHT_LAYERS + 3), run_gates(o, interpret))
+
+
+def test_gates_alone_refuse_what_does_not_fit():
+    o = operands()
+    index = jnp.zeros(1, jnp.int32)
+    with pytest.raises(ValueError, match=r"\ba must"):
+        gates_alone(o._replace(a=o.a[:, 1:]), index, True)
+    with pytest.raises(NotImplementedError, match="rows must be from 1"):
+        gates_alone(o._replace(x=o.x[:0]), index, True)
 
 
 # -- project_in -----------------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ import pathlib
 import pytest
 
 from pallas_kernels.delta_step import tuning as delta_step
+from pallas_kernels.delta_window import tuning as delta_window
 from pallas_kernels.q4_gemm import tuning as q4_gemm
 from pallas_kernels.q4_gemv import tuning as q4_gemv
 
@@ -76,11 +77,11 @@ def of_same_product(other, cited):
     return all(other[name] == cited[name] for name in ("N", "K", "batch", "limbs"))
 
 
-@pytest.mark.parametrize("row", delta_step.MEASURED, ids=str)
-def test_rows_of_the_delta_step(row):
+@pytest.mark.parametrize("row", delta_step.MEASURED + delta_window.MEASURED, ids=str)
+def test_rows_of_the_delta_rule(row):
     cited, others = record(row.measurement)
     assert (cited["kernel"], cited["device"]) == (row.kernel, row.device_kind)
     assert (cited["K"], cited["V"], cited["B"] * cited["H"]) == (row.key_dim, row.value_dim, row.heads)
     assert delta_step.Tiles(cited["block_v"], cited["warps"]) == row.tiles
-    same = ("kernel", "B", "H", "K", "V")
-    assert_unbeaten(cited, [other for other in others if all(other[name] == cited[name] for name in same)])
+    same = {"kernel", "B", "H", "K", "V", "T", "count"} & cited.keys()
+    assert_unbeaten(cited, [other for other in others if all(other.get(name) == cited[name] for name in same)])

@@ -1,4 +1,7 @@
-"""All tokens of sequences by the chunked delta rule: a chain of dependent products, chunk after chunk."""
+"""All tokens of sequences by the chunked delta rule: a chain of dependent products, chunk after chunk.
+
+With gradients it is two such chains, one back; what is timed is then both, as a step of training has them.
+"""
 
 import concurrent.futures
 import dataclasses
@@ -27,13 +30,17 @@ class Asked(NamedTuple):
 
 
 def run(request: Request) -> Iterator[Row]:
-    """For every batch, length and precision the implementation asked for, or the chosen one and XLA; then the peers."""
+    """For every batch, length and precision the implementation asked for, or the chosen one and XLA; then the peers.
+
+    All of it once more with gradients where they are asked for.
+    """
     if request.peers:
         peers.begin("chunk")
     for batch in request.batches:
         cfg = request.cfg
         cases = [
-            Sequences(batch, tokens, cfg.key_heads, cfg.value_heads, cfg.key_dim, cfg.value_dim)
+            Sequences(batch, tokens, cfg.key_heads, cfg.value_heads, cfg.key_dim, cfg.value_dim, backward)
+            for backward in sorted({False, request.backward})
             for tokens in request.lengths
         ]
         yield from _measured(cases, request)
@@ -53,7 +60,7 @@ def with_rates(row: Row, case: Sequences) -> Row:
         note.append(f"{per_chunk:.3g} µs a chunk, {rate:.3g} TFLOP/s, rms {row.details['rms_rel']:.1e}")
     if version := row.details.get("version"):
         note.append(version)
-    details = {"tokens": case.tokens, "us_per_chunk": per_chunk, "tflop_per_s": rate}
+    details = {"tokens": case.tokens, "backward": case.backward, "us_per_chunk": per_chunk, "tflop_per_s": rate}
     return dataclasses.replace(row, note=", ".join(note), details={**row.details, **details})
 
 
@@ -69,7 +76,8 @@ def _measured(cases: list[Sequences], request: Request) -> Iterator[Row]:
     ]
 
     def compiled(one: Asked) -> Programs:
-        form = Form(rule=_rule(one.precision, one.implementation), inputs=given[one.case, one.precision])
+        rule = chunk_case.passes(_rule(one.precision, one.implementation), one.case)
+        form = Form(rule=rule, inputs=given[one.case, one.precision])
         return chunk_case.compiled(form, one.case, request.effort)
 
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
@@ -103,7 +111,7 @@ def _rule(precision: str, implementation: str) -> Callable[..., tuple[jax.Array,
 def _row(one: Asked, programs: Programs, reference: chunk_case.Exact, request: Request) -> Row:
     case, precision, _ = one
     error, rms = chunk_case.errors(programs, reference, precision)
-    bound = gate.BOUNDS["chunk", precision]
+    bound = gate.BOUNDS[case.gate, precision]
     right = error <= bound
     return Row(
         subject="chunk",
@@ -116,5 +124,5 @@ def _row(one: Asked, programs: Programs, reference: chunk_case.Exact, request: R
         bound=bound,
         timing=chunk_case.timed(programs, request.effort) if right else None,
         note="" if right else "not timed: wrong result",
-        details={"rms_rel": rms, "rms_bound": gate.BOUNDS["chunk rms", precision]},
+        details={"rms_rel": rms, "rms_bound": gate.BOUNDS[f"{case.gate} rms", precision]},
     )

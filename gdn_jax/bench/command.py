@@ -14,14 +14,16 @@ __all__ = ["add_parser", "run"]
 _SUBJECTS = {"ceiling": (), "gemv": ("batch", "shapes", "precision", "implementation")}
 _SUBJECTS |= {"gemm": _SUBJECTS["gemv"]}
 _SUBJECTS |= {"delta": ("batch", "geometry", "implementation")}
-_SUBJECTS |= {"chunk": ("batch", "geometry", "tokens", "precision", "implementation")}
+_SUBJECTS |= {"chunk": ("batch", "geometry", "tokens", "precision", "implementation", "backward")}
 _SUBJECTS |= {"layer": ("batch", "geometry", "layers", "precision", "implementation")}
 _MODEL = ("batch", "geometry", "precision", "implementation", "tier", "context", "tokens", "kv")
-_SUBJECTS |= {"decode": (*_MODEL, "no_parts"), "prefill": _MODEL}
+_SUBJECTS |= {"decode": (*_MODEL, "no_parts"), "prefill": _MODEL, "speculation": _MODEL}
 """Subject -> the options that choose its cases."""
 _PRECISIONS = dict.fromkeys(_SUBJECTS, ("exact", "q8"))
 _PRECISIONS |= {"gemm": ("exact", "bf16"), "chunk": ("exact", "bf16"), "prefill": ("exact", "q8", "bf16")}
 """Subject -> the precisions that can be asked for."""
+_OF_LENGTHS = ("chunk", "speculation")
+"""Subjects of sequences of several lengths."""
 _PLOTS = (".png", ".svg")
 
 
@@ -41,7 +43,7 @@ def add_parser(commands: Any) -> None:
         help=(
             "ceiling: read and copy; gemv, gemm: 4-bit products of few and of many rows; delta: a step of the delta "
             "rule; chunk: the rule over all tokens of sequences (operands as a layer leaves them, in the caches); "
-            "layer: a whole layer and its parts; decode, prefill: a whole model with random weights"
+            "layer: a whole layer and its parts; decode, prefill, speculation: a whole model with random weights"
         ),
     )
     bench.add_argument(
@@ -79,6 +81,12 @@ def add_parser(commands: Any) -> None:
     bench.add_argument(
         "--no-parts", action="store_const", const=True, help="decode: the step alone, not what it consists of"
     )
+    bench.add_argument(
+        "--backward",
+        action="store_const",
+        const=True,
+        help="chunk: each case once more with its gradients, forward and backward pass together",
+    )
     bench.add_argument("--peers", action="store_true", help="gemv, gemm, delta, chunk: other implementations too")
     bench.add_argument("--seconds", type=_seconds, metavar="S", help="to measure each case for (default 1)")
     bench.add_argument("--json", action="store_true", help="one JSON object instead of a table")
@@ -112,9 +120,10 @@ def _check(options: argparse.Namespace) -> None:
     if not set(options.precision or ()) <= set(known):
         given = ",".join(options.precision)
         raise ValueError(f"--precision must be {' or '.join(known)} for {options.subject}, got {given}")
-    if options.subject != "chunk" and len(options.tokens or ()) > 1:
+    if options.subject not in _OF_LENGTHS and len(options.tokens or ()) > 1:
         given = ",".join(map(str, options.tokens))
-        raise ValueError(f"--tokens must be one number for {options.subject}, got {given}; chunk takes several")
+        several = " and ".join(_OF_LENGTHS)
+        raise ValueError(f"--tokens must be one number for {options.subject}, got {given}; {several} take several")
     for name in ("jsonl", "plot"):
         path: Path | None = getattr(options, name)
         if path is not None and (path.is_dir() or not path.parent.is_dir()):

@@ -106,7 +106,7 @@ def rows(subject: str, case: Product | Heads | Sequences, effort: Effort) -> Ite
             precision=peer.precision,
             nbytes=outcome.nbytes,
             max_rel=outcome.max_rel,
-            bound=gate.BOUNDS[subject, peer.precision],
+            bound=_bound(peer, case),
             timing=outcome.timing,
             is_peer=True,
             note=outcome.note,
@@ -121,9 +121,14 @@ def _asked(peer: Peer, case: Any, effort: Effort) -> Outcome:
     except Exception as error:
         first = str(error).strip().splitlines() or [""]
         return Outcome(note=f"failed: {type(error).__name__}: {first[0][:200]}")
-    if outcome.max_rel is not None and outcome.max_rel > gate.BOUNDS[peer.subject, peer.precision]:
+    if outcome.max_rel is not None and outcome.max_rel > _bound(peer, case):
         return outcome._replace(timing=None, note="not timed: wrong result")
     return outcome
+
+
+def _bound(peer: Peer, case: Any) -> float:
+    """Of the case's own gate, if it has one."""
+    return gate.BOUNDS[getattr(case, "gate", peer.subject), peer.precision]
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -28,6 +28,8 @@ class Request:
     effort: Effort
     lengths: tuple[int, ...] = ()
     """Tokens of sequences; the subject that has them takes every combination with `batches`."""
+    backward: bool = False
+    """Whether to time sequences with their gradients too."""
     decoder: DecoderConfig | None = None
     """The whole model that `cfg` is part of, where the subject is one; what follows is about it alone."""
     tier: str = "q4"

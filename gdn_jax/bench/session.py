@@ -12,7 +12,20 @@ from typing import Any
 import jax
 
 from gdn_jax import ops
-from gdn_jax.bench import ceiling, chunk, decode, delta, gemm, gemv, layer, models, prefill, provenance, roofline
+from gdn_jax.bench import (
+    ceiling,
+    chunk,
+    decode,
+    delta,
+    gemm,
+    gemv,
+    layer,
+    models,
+    prefill,
+    provenance,
+    roofline,
+    speculation,
+)
 from gdn_jax.bench.request import Request
 from gdn_jax.bench.rows import Row, record
 from gdn_jax.bench.timing import Effort
@@ -23,13 +36,13 @@ from gdn_jax.evidence.subjects import parse_geometry
 __all__ = ["carry_out"]
 
 SUBJECTS = {"ceiling": ceiling, "gemv": gemv, "gemm": gemm, "delta": delta, "chunk": chunk, "layer": layer}
-SUBJECTS |= {"decode": decode, "prefill": prefill}
+SUBJECTS |= {"decode": decode, "prefill": prefill, "speculation": speculation}
 WITH_PEERS = ("gemv", "gemm", "delta", "chunk")
-WHOLE_MODELS = ("decode", "prefill")
+WHOLE_MODELS = ("decode", "prefill", "speculation")
 BATCHES = {"delta": (1, 8, 64), "gemm": (16, 128, 512, 2048)}
 PRECISIONS = {"gemm": ("bf16", "exact"), "chunk": ("bf16", "exact")}
 CONTEXT = 1024
-TOKENS = {"decode": (32,), "prefill": (128,), "chunk": (512, 4096, 16384)}
+TOKENS = {"decode": (32,), "prefill": (128,), "chunk": (512, 4096, 16384), "speculation": (4, 8)}
 # Of the 27B model: the two parts of its in-projection, alone and as one; out; the MLP's three; the head.
 SHAPES = (
     (10240, 5120),
@@ -107,6 +120,7 @@ def _request(options: argparse.Namespace) -> Request:
         tokens=lengths[0],
         kv_dtype=options.kv or "float32",
         parts=not options.no_parts,
+        backward=bool(options.backward),
     )
 
 
@@ -172,7 +186,7 @@ def _command_line(options: argparse.Namespace) -> str:
     given["shapes"] = options.shapes and ",".join(f"{rows}x{columns}" for rows, columns in options.shapes)
     given["precision"] = options.precision and ",".join(options.precision)
     words = [f"--{name} {value}" for name, value in given.items() if value is not None]
-    flags = [f"--{name.replace('_', '-')}" for name in ("no_parts", "peers") if getattr(options, name)]
+    flags = [f"--{name.replace('_', '-')}" for name in ("no_parts", "backward", "peers") if getattr(options, name)]
     return " ".join(("gdn bench", options.subject, *words, *flags))
 
 

@@ -24,6 +24,8 @@ _KERNELS = 128
 _ROUNDS = 9
 _ENDS = 256
 """Tokens at both ends of a sequence that are held to float64."""
+_GRADED = 130
+"""Tokens at the beginning whose gradients are held to float64: two chunks and a part of one."""
 _TOKENS = 1 << 16
 """Of all launches of one graph together."""
 
@@ -103,7 +105,10 @@ def _fla(torch: Any, case: dict[str, Any]) -> dict[str, Any]:
 
 
 def _fla_chunk(torch: Any, case: dict[str, Any]) -> dict[str, Any]:
-    """`chunk_gated_delta_rule` of flash-linear-attention: q, k, v and o in bfloat16, all else in float32."""
+    """`chunk_gated_delta_rule` of flash-linear-attention: q, k, v and o in bfloat16, all else in float32.
+
+    With `backward` in the case its gradients too, by its own kernels.
+    """
     fla = importlib.import_module("fla")
     rule = importlib.import_module("fla.ops.gated_delta_rule").chunk_gated_delta_rule
     batch, tokens, key_heads, heads = (case[name] for name in ("batch", "tokens", "key_heads", "value_heads"))
@@ -126,6 +131,15 @@ def _fla_chunk(torch: Any, case: dict[str, Any]) -> dict[str, Any]:
             part = (x[:, span] for x in (q, k, v, g, beta))
             return rule(*part, scale=1.0, initial_state=state, output_final_state=True)
 
+    do, ds = normal(batch, tokens, heads, value_dim).bfloat16(), normal(*state.shape)
+
+    def with_gradients(span: slice) -> tuple[Any, ...]:
+        """Those of the state and of q, k, v, beta, g in some of the tokens, which alone make o and S."""
+        leaves = [x.detach().requires_grad_() for x in (state, *(x[:, span] for x in (q, k, v, beta, g)))]
+        s, *part, of_beta, of_g = leaves
+        results = rule(*part, g=of_g, beta=of_beta, scale=1.0, initial_state=s, output_final_state=True)
+        return torch.autograd.grad(results, leaves, (do[:, span], ds))
+
     def on_host(x: Any) -> np.ndarray:
         return x[sorted({0, batch - 1})].double().cpu().numpy()
 
@@ -138,11 +152,18 @@ def _fla_chunk(torch: Any, case: dict[str, Any]) -> dict[str, Any]:
     found = [*(np.moveaxis(on_host(o[:, span]), 1, 0) for span in (first, last)), on_host(after)]
     middle = over(slice(last.start), state)[1] if last.start else state
     expected = [exactly(first, state)[0], *exactly(last, middle)]
-    error, rms = gate.chunk_errors(found, expected, "bf16")
     nbytes = sum(x.nbytes for x in (q, k, v, v, beta, g, state, state))
+    subject, launch = "chunk", lambda _: over(every, state)
+    if case["backward"]:
+        # Of every array that is read or written its gradient is written or read.
+        subject, nbytes, launch = "chunk backward", 2 * nbytes, lambda _: with_gradients(every)
+        of_state, *of_tokens = map(on_host, with_gradients(slice(_GRADED)))
+        found += [of_state, *(np.moveaxis(x, 1, 0) for x in of_tokens)]
+        given = (np.moveaxis(on_host(x[:, :_GRADED]), 1, 0) for x in (do, q, k, v, beta, g))
+        expected += gate.serial_delta_gradients(next(given), on_host(ds), on_host(state), *given)
+    error, rms = gate.chunk_errors(found, expected, "bf16", subject)
     launches = max(8, min(_KERNELS, _TOKENS // (batch * tokens)))
-    bound = gate.BOUNDS["chunk", "bf16"]
-    measured = _timed(torch, case, lambda _: over(every, state), 1, nbytes, error, bound, launches)
+    measured = _timed(torch, case, launch, 1, nbytes, error, gate.BOUNDS[subject, "bf16"], launches)
     return {**measured, "rms_rel": rms, "version": f"flash-linear-attention {fla.__version__}"}
 
 

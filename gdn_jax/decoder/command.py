@@ -12,11 +12,15 @@ from gdn_jax.arguments import positive
 if TYPE_CHECKING:
     from gdn_jax.decoder.decoder import Decoder, GenerateResult
     from gdn_jax.decoder.sample import SamplingParams
+    from gdn_jax.decoder.speculate import Drafting
     from gdn_jax.decoder.tokenizer import Tokenizer
 
 __all__ = ["add_parser"]
 
 _INTERRUPTED = 130
+_DRAFT_TOKENS = 3
+_PLAIN_TOKENS = 49
+"""To measure what generation without drafts takes: three dispatches behind the first token."""
 _FILTERS = ("top_k", "top_p", "min_p")
 _LOADING = ("tier", "quantiser", "precision", "prompt_precision", "implementation", "capacity", "kv_dtype")
 
@@ -41,6 +45,17 @@ def _add_generate(commands: Any) -> None:
     form.add_argument("--chat", action="store_true", help="insist on the chat template")
     form.add_argument("--raw", action="store_true", help="the prompt as it is, without a chat template")
     _add_common(generate, max_new_tokens=256)
+    drafting = generate.add_argument_group(
+        "drafting", "tokens proposed and looked at several at a time; the text is the same, sooner if they are right"
+    )
+    drafting.add_argument(
+        "--speculate",
+        metavar="HOW",
+        help="ngram (what followed such tokens before), mtp (the model's own head), or the path of a smaller model",
+    )
+    drafting.add_argument(
+        "--draft-tokens", type=positive, metavar="N", help="proposals at a time, with --speculate (default 3)"
+    )
     generate.add_argument("--json", action="store_true", help="one JSON object at the end instead of text")
     generate.set_defaults(run=_generate)
 
@@ -103,20 +118,68 @@ def _generate(options: argparse.Namespace) -> int:
     tokenizer = _tokenizer(options)
     sampling = _sampling(options)
     prompt = _encoded(sys.stdin.read() if options.prompt == "-" else options.prompt, tokenizer, options)
-    decoder = _load(options, tokenizer)
+    if options.speculate is None and options.draft_tokens is not None:
+        raise ValueError("--draft-tokens belongs to --speculate")
+    decoder = _load(options, tokenizer, mtp=options.speculate == "mtp")
+    draft = _draft(options, decoder)
     result = decoder.generate(
         prompt,
         max_new_tokens=options.max_new_tokens,
         sampling=sampling,
         stop=options.stop,
         on_text=None if options.json else lambda _, piece: _show(piece),
+        draft=draft,
+        keep_state=draft is not None,
     )
+    interrupted = "interrupted" in result.finish_reason
+    speed_up = None if draft is None or interrupted else _speed_up(decoder, sampling, result)
     if options.json:
-        print(json.dumps(_as_json(result, sampling), indent=1, ensure_ascii=False))
+        print(json.dumps(_as_json(result, sampling, speed_up), indent=1, ensure_ascii=False))
     else:
         print()
     print(f"gdn generate: {_summary(result)}", file=sys.stderr)
-    return _INTERRUPTED if "interrupted" in result.finish_reason else 0
+    if result.drafts is not None:
+        print(f"gdn generate: {_drafting(result, speed_up)}", file=sys.stderr)
+    return _INTERRUPTED if interrupted else 0
+
+
+def _draft(options: argparse.Namespace, decoder: "Decoder") -> "Drafting | None":
+    from gdn_jax.decoder import drafters
+
+    count = options.draft_tokens or _DRAFT_TOKENS
+    if options.speculate is None:
+        return None
+    if options.speculate == "ngram":
+        return drafters.draft_by_ngrams(count)
+    if options.speculate == "mtp":
+        return drafters.draft_by_mtp(decoder, count)
+    path = Path(options.speculate)
+    if not path.exists():
+        raise FileNotFoundError(f"--speculate must be ngram, mtp or the path of a model, got {options.speculate!r}")
+    # Its tokens come as ids, and go into the other model's vocabulary, which is checked.
+    return drafters.draft_by_model(_read(options, path, decoder.tokenizer, mtp=False), count)
+
+
+def _speed_up(decoder: "Decoder", sampling: "SamplingParams", result: "GenerateResult") -> float | None:
+    """How many times as fast as without drafts, which is measured on the tokens that would come next."""
+    fast = result.timings.steady_tokens_per_second
+    if fast is None:
+        return None
+    plain = decoder.generate(
+        [[]], max_new_tokens=_PLAIN_TOKENS, sampling=sampling, ignore_eos=True, state=result.state
+    ).timings.steady_tokens_per_second
+    return fast / plain if plain else None
+
+
+def _drafting(result: "GenerateResult", speed_up: float | None) -> str:
+    drafts = result.drafts
+    assert drafts is not None
+    share = f" ({drafts.accepted / drafts.proposed:.0%})" if drafts.proposed else ""
+    a_round = (
+        f"{(drafts.accepted + drafts.rounds) / drafts.rounds:.2f} tokens a round" if drafts.rounds else "no rounds"
+    )
+    ratio = "" if speed_up is None else f"; {speed_up:.2f} times as fast as without drafts"
+    return f"{drafts.accepted} of {drafts.proposed} drafts accepted{share}, {a_round}{ratio}"
 
 
 def _chat(options: argparse.Namespace) -> int:
@@ -167,18 +230,23 @@ def _tokenizer(options: argparse.Namespace) -> "Tokenizer":
     return load_tokenizer(options.tokenizer or options.model)
 
 
-def _load(options: argparse.Namespace, tokenizer: "Tokenizer") -> "Decoder":
+def _load(options: argparse.Namespace, tokenizer: "Tokenizer", *, mtp: bool = False) -> "Decoder":
     from gdn_jax import environment
     from gdn_jax.decoder.compilation import keep_compiled_programs
-    from gdn_jax.decoder.decoder import Decoder
-    from gdn_jax.progress import Meter
 
     keep_compiled_programs()
     for warning in environment.warnings():
         print(f"warning: {warning}", file=sys.stderr)
+    return _read(options, options.model, tokenizer, mtp=mtp)
+
+
+def _read(options: argparse.Namespace, path: Path, tokenizer: "Tokenizer | None", *, mtp: bool) -> "Decoder":
+    from gdn_jax.decoder.decoder import Decoder
+    from gdn_jax.progress import Meter
+
     settings = {name: getattr(options, name) for name in _LOADING}
     with Meter("loading", sys.stderr) as meter:
-        return Decoder.load(options.model, tokenizer=tokenizer, **settings, progress=meter)
+        return Decoder.load(path, tokenizer=tokenizer, **settings, mtp=mtp, progress=meter)
 
 
 def _encoded(prompt: str, tokenizer: "Tokenizer", options: argparse.Namespace) -> list[int]:
@@ -222,12 +290,15 @@ def _summary(result: "GenerateResult") -> str:
     )
 
 
-def _as_json(result: "GenerateResult", sampling: "SamplingParams") -> dict[str, Any]:
+def _as_json(result: "GenerateResult", sampling: "SamplingParams", speed_up: float | None) -> dict[str, Any]:
     assert result.text is not None
+    drafts = result.drafts
+    counts = {} if drafts is None else {name: getattr(drafts, name) for name in ("rounds", "proposed", "accepted")}
     return {
         "text": result.text[0],
         "tokens": result.tokens[0].tolist(),
         "finish_reason": result.finish_reason[0],
         "timings": result.timings._asdict(),
         "sampling": dataclasses.asdict(sampling),
+        **({} if drafts is None else {"drafts": counts | {"speed_up": speed_up}}),
     }

@@ -27,6 +27,7 @@ from gdn_jax.decoder.generation_config import (
     vision_ids,
 )
 from gdn_jax.decoder.interrupts import Interrupts
+from gdn_jax.decoder.mtp_weights import MtpWeights, read_mtp
 from gdn_jax.decoder.network import TextNetwork
 from gdn_jax.decoder.prefix_cache import CachedPrompts, PrefixCache
 from gdn_jax.decoder.prompts import NO_TOKENIZER, read_count, read_prompts, read_stops
@@ -71,6 +72,9 @@ class Timings(NamedTuple):
     tokens_per_second: float | None
     """New tokens after the first of every row, per second of `decode_seconds`; None where there were none."""
     reused_tokens: int = 0
+    steady_tokens_per_second: float | None = None
+    """New tokens after the first dispatch of several, per second from there on: nothing is compiled any more.
+    None where there were too few."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,7 +103,8 @@ class Decoder:
     `ends`: ids after which a row is over. `vision`: ids that stand for images, which this text model refuses.
     `capacity`: the most tokens of a sequence, prompt included, for which room is kept; None: as much as each request
     needs, in powers of two. `precision` is that of the steps, `prompt_precision` that of reading prompts, which may be
-    "bf16" too; see `prefill_tokens`. `sampling`: the settings that the model's files recommend.
+    "bf16" too; see `prefill_tokens`. `sampling`: the settings that the model's files recommend. `mtp`: the model's
+    multi-token-prediction head, if it was asked for.
     """
 
     cfg: DecoderConfig
@@ -113,6 +118,7 @@ class Decoder:
     prompt_precision: str = "exact"
     implementation: str | None = None
     sampling: SamplingParams = GREEDY
+    mtp: MtpWeights | None = None
 
     @classmethod
     @typing.no_type_check
@@ -128,23 +134,25 @@ class Decoder:
         precision: str = "exact",
         prompt_precision: str = "exact",
         implementation: str | None = None,
+        mtp: bool = False,
         progress=None,
     ) -> "Decoder":
         """Read a model: a Hugging Face directory, a GGUF file or a converted checkpoint; see `load_decoder`.
 
         `tokenizer`: where to find it if not with the model. Without any, the decoder takes and gives token ids only.
+        `mtp`: read the model's multi-token-prediction head too, to draft by.
 
         Raises:
-            CheckpointError: a file is missing, damaged or does not hold what it should. ValueError: an unknown tier,
-            quantiser or `kv_dtype`, or a capacity below 1. UnsupportedError: a precision or implementation that cannot
-            be had, an architecture or a vocabulary that is not supported.
+            CheckpointError: a file is missing, damaged or does not hold what it should, such as an MTP head.
+            ValueError: an unknown tier, quantiser or `kv_dtype`, or a capacity below 1. UnsupportedError: a precision
+            or implementation that cannot be had, an architecture or a vocabulary that is not supported.
         """
         form = "q4" if tier == "q4" else "f32"
         ops.check_precision(precision, form)
         ops.check_precision(prompt_precision, form, ops.PROMPT_PRECISIONS)
         ops.check_implementation(implementation)
         folder = Path(path)
-        with checkpoints.open_checkpoint(path) as checkpoint:
+        with checkpoints.open_checkpoint(path, mtp=mtp) as checkpoint:
             cfg = DecoderConfig.from_hf(checkpoint.config)
             # Refused now, and not after minutes of reading weights.
             decoder_state_shapes(cfg, batch=1, capacity=1 if capacity is None else capacity, kv_dtype=kv_dtype)
@@ -153,6 +161,7 @@ class Decoder:
             vision = vision_ids(folder) | named_ids(checkpoint.config, VISION_KEYS, str(path))
             sampling = recommended_sampling(folder)
             _, weights = read_decoder(checkpoint, tier=tier, quantiser=quantiser, progress=progress)
+            head = read_mtp(checkpoint, cfg=cfg, weights=weights, quantiser=quantiser) if mtp else None
         if text is not None:
             ends, vision = ends | set(text.ends), vision | text.vision
         return cls(
@@ -167,6 +176,7 @@ class Decoder:
             prompt_precision=prompt_precision,
             implementation=implementation,
             sampling=sampling,
+            mtp=head,
         )
 
     @typing.no_type_check
@@ -252,7 +262,7 @@ class Decoder:
                 rewindable=keep_state and bool(stops),
                 **reading,
             )
-            first, last = _collect(generation, answers, interrupts, on_text)
+            arrivals = _collect(generation, answers, interrupts, on_text)
             rows = generation.finish()
             if cached is not None:
                 cached.keep_answers(rows, [answer.tokens for answer in answers])
@@ -261,6 +271,7 @@ class Decoder:
             _deliver(answers, on_text, interrupts)
         lengths = [len(answer.tokens) for answer in answers]
         after_first = sum(lengths) - len(lengths)
+        first, last = arrivals[0].time, arrivals[-1].time
         return GenerateResult(
             tokens=_matrix([answer.tokens for answer in answers]),
             lengths=np.array(lengths, np.int32),
@@ -274,6 +285,7 @@ class Decoder:
                 compile_seconds=compiling.seconds,
                 tokens_per_second=after_first / (last - first) if after_first else None,
                 reused_tokens=0 if cached is None else sum(cached.reused),
+                steady_tokens_per_second=_rate(arrivals[1:]),
             ),
             state=rows if keep_state else None,
             drafts=generation.counts if isinstance(generation, SpeculativeGeneration) else None,
@@ -346,21 +358,37 @@ class Decoder:
         return None if self.tokenizer is None else TextStream(self.tokenizer.decode, stops)
 
 
+class _Arrival(NamedTuple):
+    """When a block had come, and how many tokens there were with it."""
+
+    time: float
+    tokens: int
+
+
 def _collect(
     generation: Generation, answers: list[Answer], interrupts: Interrupts, on_text: OnText | None
-) -> tuple[float, float]:
-    """Read the generation to its end; the times when the first and the last block had come."""
-    times = []
+) -> list[_Arrival]:
+    """Read the generation to its end, block by block."""
+    arrivals = []
     for block in generation:
-        times.append(time.perf_counter())
+        arrived = time.perf_counter()
         for row, answer in enumerate(answers):
             steps = answer.take(block[:, row])
             if steps is not None:
                 generation.halt(row, steps)
+        arrivals.append(_Arrival(arrived, sum(len(answer.tokens) for answer in answers)))
         _deliver(answers, on_text, interrupts)
         if interrupts.requested:
             generation.stop()
-    return times[0], times[-1]
+    return arrivals
+
+
+def _rate(arrivals: list[_Arrival]) -> float | None:
+    """Tokens per second from the first of them to the last."""
+    if len(arrivals) < 2:
+        return None
+    (begin, before), *_, (end, after) = arrivals
+    return (after - before) / (end - begin) if after > before and end > begin else None
 
 
 def _deliver(answers: list[Answer], on_text: OnText | None, interrupts: Interrupts) -> None:

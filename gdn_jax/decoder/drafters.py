@@ -4,14 +4,16 @@ import typing
 from typing import TYPE_CHECKING
 
 from gdn_jax.decoder.model_drafter import ModelDrafter
+from gdn_jax.decoder.mtp import MtpDrafter
 from gdn_jax.decoder.network import TextNetwork
 from gdn_jax.decoder.ngram import NgramDrafter
 from gdn_jax.decoder.speculate import Drafting
+from gdn_jax.errors import UnsupportedError
 
 if TYPE_CHECKING:
     from gdn_jax.decoder.decoder import Decoder
 
-__all__ = ["draft_by_model", "draft_by_ngrams"]
+__all__ = ["draft_by_model", "draft_by_mtp", "draft_by_ngrams"]
 
 
 @typing.no_type_check
@@ -37,3 +39,27 @@ def draft_by_model(model: "Decoder", draft_tokens: int = 3) -> Drafting:
     """
     network = TextNetwork(model.cfg, model.precision, model.implementation, model.prompt_precision)
     return Drafting(ModelDrafter(network, draft_tokens, model.kv_dtype), model.weights)
+
+
+@typing.no_type_check
+def draft_by_mtp(model: "Decoder", draft_tokens: int = 3) -> Drafting:
+    """The model's own multi-token-prediction head, chained `draft_tokens` times; see `MtpDrafter`.
+
+    The head predicts one token more from the model's hidden state; a chain of it feeds itself.
+
+    Raises:
+        UnsupportedError: the model was loaded without its head. ValueError, TypeError: `draft_tokens` is not an integer
+        of at least 1.
+    """
+    if model.mtp is None:
+        raise UnsupportedError(
+            "drafting by MTP needs the model's multi-token-prediction head: load it with Decoder.load(…, mtp=True)"
+        )
+    drafter = MtpDrafter(
+        cfg=model.cfg,
+        draft_tokens=draft_tokens,
+        precision=model.precision,
+        implementation=model.implementation,
+        kv_dtype=model.kv_dtype,
+    )
+    return Drafting(drafter, model.mtp)

@@ -75,7 +75,7 @@ class NgramDrafter(Drafter):
             mine = jnp.take_along_axis(whole, jnp.maximum(last - back, 0), axis=1)
             there = jnp.roll(whole, back, axis=1)
             goes_on &= (there == mine) & (place >= back) & (last >= back)
-            matched += goes_on
+            matched += goes_on.astype(jnp.int32)
         # The longest first, and of these the latest.
         best = jnp.argmax(jnp.where(matched >= self.least, matched * whole.shape[1] + place, -1), axis=1)[:, None]
         found = jnp.take_along_axis(matched, best, axis=1)[:, 0] >= self.least

@@ -1,4 +1,4 @@
-"""Drafts from a text that is expected to come: an earlier answer, a file that is about to be edited, a measurement's."""
+"""Drafts from a text that is expected to come: an earlier answer, a file about to be edited, that of a measurement."""
 
 import dataclasses
 from typing import Any, override

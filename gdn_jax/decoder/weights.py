@@ -12,7 +12,7 @@ becomes of a tensor depends on its name and on the tier:
 import functools
 import operator
 import typing
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import flax.struct
@@ -39,16 +39,19 @@ __all__ = [
     "MlpWeights",
     "MoeWeights",
     "abstract_decoder",
+    "abstract_fields",
     "check_decoder_weights",
     "load_decoder",
     "of_layer",
     "read_decoder",
+    "read_fields",
     "table",
 ]
 
 TIERS = ("f32", "bf16", "q4")
 _MATRIX_DTYPES = {"f32": jnp.float32, "bf16": jnp.bfloat16}
 _READABLE = ("float32", "float16", "bfloat16")
+_NOTHING: Mapping[str, str] = {}
 
 _MOVED_WHOLE = 64 << 20
 """Fields of at most so many bytes are put together on the host: one transfer instead of one per layer or expert."""
@@ -139,7 +142,6 @@ class DecoderWeights:
 
 
 _NODES: Mapping[str, Callable[..., Any]] = {
-    "": DecoderWeights,
     "gdn": GdnStack,
     "gdn.layers": GdnWeights,
     "gdn.layers.large": lambda **large: _projections(large)(**large),
@@ -161,7 +163,7 @@ def _same(tensor: Any) -> Any:
 
 
 class Field(NamedTuple):
-    """One weight: its path below `DecoderWeights`, its canonical name and shape, and what lies between the two.
+    """One weight: its path in a tree such as `DecoderWeights`, its canonical name and shape, and what lies between.
 
     `{layer}` in the name makes it a stack over the layers whose mixer or MLP is of `kind` (None: all layers), and
     `{expert}` one over their experts too.
@@ -189,7 +191,7 @@ class Field(NamedTuple):
         """How many there are of it per layer."""
         return cfg.moe.experts if cfg.moe is not None and "{expert}" in self.name else 1
 
-    def of(self, weights: DecoderWeights) -> Any:
+    def of(self, weights: Any) -> Any:
         """The weight of this field among `weights`."""
         return operator.attrgetter(self.path)(weights)
 
@@ -270,9 +272,14 @@ def abstract_decoder(cfg: DecoderConfig, *, tier: str = "f32") -> DecoderWeights
         of a matrix do not divide by 32.
     """
     require_kind("cfg", cfg, DecoderConfig)
+    return abstract_fields(DecoderWeights, table(cfg), cfg, tier)
+
+
+def abstract_fields[Tree](root: Callable[..., Tree], fields: Iterable[Field], cfg: DecoderConfig, tier: str) -> Tree:
+    """The tree `root` of `fields` as `abstract_decoder` has it; errors too."""
     if tier not in TIERS:
         raise ValueError(f"tier must be one of {', '.join(TIERS)}, got {tier!r}")
-    return _assembled({field.path: _abstract_field(field, cfg, tier) for field in table(cfg)})
+    return _assembled(root, {field.path: _abstract_field(field, cfg, tier) for field in fields})
 
 
 def _abstract_field(field: Field, cfg: DecoderConfig, tier: str) -> Any:
@@ -292,17 +299,19 @@ def _abstract_field(field: Field, cfg: DecoderConfig, tier: str) -> Any:
     return Q4Tensor(codes=typing.cast(Any, codes), scales=typing.cast(Any, scales))
 
 
-def _assembled(fields: Mapping[str, Any], path: str = "") -> Any:
-    """The node at `path` from its fields by the rest of their paths."""
+def _assembled(node: Callable[..., Any], fields: Mapping[str, Any], path: str = "") -> Any:
+    """The `node` at `path` from its fields by the rest of their paths."""
     groups: dict[str, dict[str, Any]] = {}
     for name, value in fields.items():
         own, _, rest = name.partition(".")
         groups.setdefault(own, {})[rest] = value
-    children = {
-        name: group[""] if "" in group else _assembled(group, f"{path}.{name}".removeprefix("."))
-        for name, group in groups.items()
-    }
-    return _NODES[path](**children)
+    places = {name: f"{path}.{name}".removeprefix(".") for name in groups}
+    return node(
+        **{
+            name: group[""] if "" in group else _assembled(_NODES[places[name]], group, places[name])
+            for name, group in groups.items()
+        }
+    )
 
 
 def of_layer(stack: jax.Array, layer: jax.Array) -> jax.Array:
@@ -367,17 +376,52 @@ def read_decoder(
     progress: Watcher | None = None,
 ) -> tuple[DecoderConfig, DecoderWeights]:
     """`load_decoder` from an open checkpoint, which stays open."""
+    cfg = DecoderConfig.from_hf(checkpoint.config)
+    weights = read_fields(
+        DecoderWeights,
+        table(cfg),
+        cfg,
+        checkpoint,
+        names=checkpoint.names(),
+        tied={_HEAD: _EMBEDDING} if cfg.tied else {},
+        tier=tier,
+        quantiser=quantiser,
+        progress=progress,
+    )
+    return cfg, weights
+
+
+_HEAD, _EMBEDDING = "lm_head.weight", "embed_tokens.weight"
+
+
+def read_fields[Tree](
+    root: Callable[..., Tree],
+    fields: Sequence[Field],
+    cfg: DecoderConfig,
+    checkpoint: checkpoints.Checkpoint,
+    *,
+    names: Iterable[str],
+    tied: Mapping[str, str] = _NOTHING,
+    tier: str,
+    quantiser: str,
+    progress: Watcher | None,
+) -> Tree:
+    """The tree `root` of `fields`, out of the tensors `names`, each of which must have a place in it.
+
+    Of `tied`, the first may be there too if it is equal to the second.
+
+    Raises:
+        As `load_decoder`.
+    """
     if quantiser not in METHODS:
         raise ValueError(f"quantiser must be one of {', '.join(METHODS)}, got {quantiser!r}")
-    cfg = DecoderConfig.from_hf(checkpoint.config)
-    shapes = abstract_decoder(cfg, tier=tier)
-    pieces = {field.path: list(_pieces(field, cfg, checkpoint)) for field in table(cfg)}
-    _check_tensors(checkpoint, cfg, [piece for group in pieces.values() for piece in group])
+    shapes, names = abstract_fields(root, fields, cfg, tier), frozenset(names)
+    pieces = {field.path: list(_pieces(field, cfg, names)) for field in fields}
+    _check_tensors(checkpoint, names, [piece for group in pieces.values() for piece in group], tied)
     nbytes = sum(map(_nbytes, jax.tree.leaves(shapes)))
     total = sum(map(len, pieces.values()))
     loader = _Loader(checkpoint, quantiser, progress, Progress(total, total, nbytes, nbytes))
-    fields = {field.path: loader.field(field, field.of(shapes), pieces[field.path]) for field in table(cfg)}
-    return cfg, _assembled(fields)
+    return _assembled(root, {field.path: loader.field(field, field.of(shapes), pieces[field.path]) for field in fields})
 
 
 class _Piece(NamedTuple):
@@ -396,12 +440,12 @@ class _Piece(NamedTuple):
         return stored[None] if self.rows is None else stored[:, self.rows]
 
 
-def _pieces(field: Field, cfg: DecoderConfig, checkpoint: checkpoints.Checkpoint) -> Iterator[_Piece]:
+def _pieces(field: Field, cfg: DecoderConfig, names: frozenset[str]) -> Iterator[_Piece]:
     """Where the entries of a field lie. Experts lie in tensors of their own, or all of a layer in one."""
     if not field.is_stack:
         yield _Piece(field.name, field.shape)
         return
-    names, experts = frozenset(checkpoint.names()), field.experts(cfg)
+    experts = field.experts(cfg)
     for slot, layer in enumerate(field.layers(cfg)):
         joined = _joined_experts(field, layer, experts)
         if joined is not None and joined.name in names:
@@ -414,23 +458,25 @@ def _pieces(field: Field, cfg: DecoderConfig, checkpoint: checkpoints.Checkpoint
 
 def _joined_experts(field: Field, layer: int, experts: int) -> _Piece | None:
     """The tensor that would hold this matrix of all experts of a layer: the gate's rows first, then those of up."""
-    if "{expert}" not in field.name:
+    prefix, of_expert, _ = field.name.partition(".{expert}")
+    if not of_expert:
         return None
-    prefix, (outputs, inputs) = f"layers.{layer}.mlp.experts", field.shape
+    prefix, (outputs, inputs) = prefix.format(layer=layer), field.shape
     if field.path.endswith(".down"):
         return _Piece(f"{prefix}.down_proj", (experts, outputs, inputs), 0, slice(None))
     first = 0 if field.path.endswith(".gate") else outputs
     return _Piece(f"{prefix}.gate_up_proj", (experts, 2 * outputs, inputs), 0, slice(first, first + outputs))
 
 
-def _check_tensors(checkpoint: checkpoints.Checkpoint, cfg: DecoderConfig, pieces: list[_Piece]) -> None:
+def _check_tensors(
+    checkpoint: checkpoints.Checkpoint, names: frozenset[str], pieces: list[_Piece], tied: Mapping[str, str]
+) -> None:
     """Everything is there, in the right shape, and nothing else is."""
     expected = {piece.name: piece.shape for piece in pieces}
-    names = frozenset(checkpoint.names())
+    copies = {name: original for name, original in tied.items() if name in names}
     if missing := [f"{name} {list(shape)}" for name, shape in expected.items() if name not in names]:
         raise CheckpointError(f"{checkpoint.source} lacks {len(missing)} tensors of this model: {listed(missing)}")
-    if cfg.tied and _HEAD in names:
-        expected[_HEAD] = (cfg.vocab, cfg.hidden)
+    expected |= {name: expected[original] for name, original in copies.items()}
     if unknown := sorted(names - expected.keys()):
         raise CheckpointError(
             f"{checkpoint.source}: {len(unknown)} tensors have no place in this model: {listed(unknown)}"
@@ -441,13 +487,11 @@ def _check_tensors(checkpoint: checkpoints.Checkpoint, cfg: DecoderConfig, piece
                 f"{checkpoint.source}: tensor {name!r} must have shape {list(shape)}, got {list(got)}"
             )
     # Some programs save the shared matrix twice; another one under this name would be lost in silence.
-    if cfg.tied and _HEAD in names and not np.array_equal(checkpoint.read(_HEAD), checkpoint.read(_EMBEDDING)):
-        raise CheckpointError(
-            f"{checkpoint.source}: tie_word_embeddings is set, but {_HEAD!r} is not equal to {_EMBEDDING!r}"
-        )
-
-
-_HEAD, _EMBEDDING = "lm_head.weight", "embed_tokens.weight"
+    for name, original in copies.items():
+        if not np.array_equal(checkpoint.read(name), checkpoint.read(original)):
+            raise CheckpointError(
+                f"{checkpoint.source}: tie_word_embeddings is set, but {name!r} is not equal to {original!r}"
+            )
 
 
 class _Loader:

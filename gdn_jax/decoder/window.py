@@ -49,7 +49,7 @@ class Witness:
     history: Leaf | None
     """Inputs of the last GDN layer's convolution before the window, float32 [B, W-1, C]."""
     key: Leaf | None
-    """The last attention layer's key of the window's first token, [B, N, Hd]."""
+    """The last attention layer's key of each row's last token, [B, N, Hd], which depends on those before it."""
 
 
 @flax.struct.dataclass
@@ -148,7 +148,7 @@ def commit_window(
     if accepted.shape != (state.batch,):
         raise ValueError(f"accepted must be [B] with B={state.batch} (the state's batch), got shape {accepted.shape}")
     _check_accepted(accepted, window.lengths)
-    _check_witness(window.witness, state)
+    _check_witness(window, state)
     return take_window(weights, state, window, jnp.asarray(accepted), Settings(cfg, "exact", implementation))
 
 
@@ -180,7 +180,7 @@ def view_window(
     otherwise = jnp.where(wanted, jnp.float32(jnp.nan), jnp.float32(0))
     logits = jnp.where(written[..., None], logits, otherwise[..., None])
     state = DecoderState(state.gdn, cache.keys, cache.values, state.position)
-    return logits, state, Window(memory, taken, hidden, _witness(state))
+    return logits, state, Window(memory, taken, hidden, _witness(state, taken))
 
 
 def take_window(weights: Any, state: Any, window: Window, accepted: Int32[Array, "B"], settings: Settings) -> Any:
@@ -193,11 +193,11 @@ def take_window(weights: Any, state: Any, window: Window, accepted: Int32[Array,
     return DecoderState(memory, state.keys, state.values, state.position + counts)
 
 
-def _witness(state: Any) -> Witness:
+def _witness(state: Any, lengths: Int32[Array, "B"]) -> Witness:
     history = None if state.gdn is None else state.gdn.conv_hist[-1]
     key = None
     if state.keys.shape[0]:
-        slots = jnp.clip(state.position, 0, state.capacity - 1)
+        slots = jnp.clip(state.position + jnp.maximum(lengths, 1) - 1, 0, state.capacity - 1)
         key = state.keys[-1, jnp.arange(state.batch), slots]
     # A copy: the state may be donated while the window is kept.
     return Witness(jnp.copy(state.position), history, key)
@@ -242,11 +242,11 @@ def _check_accepted(accepted: Any, lengths: Any) -> None:
         )
 
 
-def _check_witness(witness: Witness, state: Any) -> None:
+def _check_witness(window: Window, state: Any) -> None:
     """Refuse a state that is not the one that the window looked at, as far as can be seen: 130 kB are compared."""
     # The positions decide which keys are compared.
     for name in ("position", "history", "key"):
-        was, now = getattr(witness, name), getattr(_witness(state), name)
+        was, now = getattr(window.witness, name), getattr(_witness(state, window.lengths), name)
         if isinstance(was, Tracer) or isinstance(now, Tracer) or was is None or now is None:
             return
         was, now = np.asarray(was), np.asarray(now)

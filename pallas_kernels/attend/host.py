@@ -88,8 +88,8 @@ def place(
 
     norm(x) = x · rsqrt(mean(x²) + eps) · (1 + w) over Hd;  RoPE turns components i and i + rd/2 of the first rd by
     position · frequencies[i];  q ← RoPE(norm(q)) · Hd^-1/2;  keys[layer, m mod B, position[m]] ← RoPE(norm(k)), and
-    values likewise ← v, rounded to the dtype of the cache. There are M rows, a multiple of B, or as many: several tokens
-    of a sequence must be at different positions.
+    values likewise ← v, rounded to the dtype of the cache. There are M rows, a multiple of B, or as many: several
+    tokens of a sequence must be at different positions.
 
     The cache that goes in and the one that comes out are the same memory once the caller donates it. Nothing is written
     for a row where `writes` is false or whose position is not a slot, nor if the layer does not exist. The same program
@@ -164,10 +164,11 @@ def attend(
 ) -> Attended:
     """o = sum_s softmax_s(q · k_s) v_s · sigmoid(gate) over the slots s <= position of layer `layer`: two launches.
 
-    Row m of M, a multiple of B or as many, attends to the slots of row m mod B of the cache. Query head h uses key-value head h // (Nq / N). The first launch shares the tiles of slots out among programs, each
-    of which keeps a running largest score, sum of exponentials and sum of values; the second puts those together. What
-    lies in other slots is never read. All arithmetic is multiply-and-add in float32. The order of the sums follows from
-    the capacity and the cut alone, so the same program gives the same bits, and a row's do not depend on other rows.
+    Row m of M, a multiple of B or as many, attends to the slots of row m mod B of the cache. Query head h uses
+    key-value head h // (Nq / N). The first launch shares the tiles of slots out among programs, each of which keeps a
+    running largest score, sum of exponentials and sum of values; the second puts those together. What lies in other
+    slots is never read. All arithmetic is multiply-and-add in float32. The order of the sums follows from the capacity
+    and the cut alone, so the same program gives the same bits, and a row's do not depend on other rows.
 
     Without a slot to see (a position below 0), or a layer, o is NaN. There is no derivative and no `vmap`.
 

@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 from pallas_kernels.operands import next_power_of_two
 
-__all__ = ["MEASURED", "Measured", "Tiles", "choose_tiles"]
+__all__ = ["MEASURED", "Measured", "Tiles", "best_measured", "choose_tiles"]
 
 
 class Tiles(NamedTuple):
@@ -47,15 +47,23 @@ _COLUMNS = 32
 """Float32 columns in a memory line of 128 bytes."""
 
 
+def best_measured(
+    table: tuple[Measured, ...], kernel: str, device_kind: str, key_dim: int, value_dim: int, heads: int
+) -> Measured | None:
+    """The row for most heads, of those for no more than `heads`; None where there is none."""
+    asked = (kernel, device_kind, key_dim, value_dim)
+    rows = [row for row in table if row[:4] == asked and row.heads <= heads]
+    return max(rows, key=lambda row: row.heads, default=None)
+
+
 def choose_tiles(kernel: str, device_kind: str, key_dim: int, value_dim: int, heads: int) -> Tiles:
     """The tiles for `heads` = B · H heads: of the measured row with the most heads up to that, or by rule.
 
     The rule: a head's columns in lines of 128 bytes for `delta_step`, where more programs are better than larger ones;
     as many columns as fit for `delta_layer_step`, whose program waits for memory once per block of columns.
     """
-    rows = [row for row in MEASURED if row[:4] == (kernel, device_kind, key_dim, value_dim) and row.heads <= heads]
-    if rows:
-        return max(rows, key=lambda row: row.heads).tiles
+    if measured := best_measured(MEASURED, kernel, device_kind, key_dim, value_dim, heads):
+        return measured.tiles
     keys, columns = next_power_of_two(key_dim), next_power_of_two(value_dim)
     most = _COLUMNS if kernel == "delta_step" else _MAX_WARPS * 32 * _FLOATS_PER_LANE // keys
     block_v = min(columns, most)

@@ -11,16 +11,17 @@ from jax.experimental.pallas import triton as plt
 from pallas_kernels import delta_step
 from pallas_kernels.delta_step.host import check_key_heads, tile_sizes
 from pallas_kernels.delta_step.tuning import Tiles
-from pallas_kernels.delta_window.kernel import WindowOutput, fold_kernel, history_kernel, look_kernel, norm_kernel
+from pallas_kernels.delta_window.kernel import Kept, WindowOutput, fold_kernel, history_kernel, look_kernel, norm_kernel
 from pallas_kernels.delta_window.tuning import choose_tiles
-from pallas_kernels.device import device_kind
+from pallas_kernels.device import device_kind, gpu_objection
 from pallas_kernels.limbs.host import GROUP, Split
 from pallas_kernels.operands import ANYWHERE, check_operand, next_power_of_two
 
-__all__ = ["MAX_TOKENS", "WindowOutput", "delta_window_fold", "delta_window_look", "supported"]
+__all__ = ["MAX_TOKENS", "Kept", "WindowOutput", "delta_window_fold", "delta_window_look", "supported"]
 
 MAX_TOKENS = 16
 """The longest window: of more tokens the chunked form is the better way."""
+_MAX_PROGRAMS = 2**31 - 1
 _HISTORY_BLOCK = 1024
 """Channels of the history in one program."""
 _HISTORY_WARPS = 4
@@ -42,7 +43,12 @@ def supported(state: Any, tokens: int, *, interpret: bool = False) -> str | None
     """
     if not 1 <= tokens <= MAX_TOKENS:
         return f"a window must have from 1 to {MAX_TOKENS} tokens, got T = {tokens}"
-    return delta_step.supported(state, interpret=interpret)
+    if reason := delta_step.supported(state, interpret=True):
+        return reason
+    layers, batch, heads, _, value_dim = state.shape
+    if layers * batch * heads * value_dim > _MAX_PROGRAMS:
+        return f"L·B·H·V must be at most {_MAX_PROGRAMS}, got {layers * batch * heads * value_dim}"
+    return None if interpret else gpu_objection()
 
 
 def delta_window_look(
@@ -61,6 +67,7 @@ def delta_window_look(
     qk_eps: float,
     eps: float,
     lengths: jax.Array | None = None,
+    kept: Kept | None = None,
     split: Split | None = None,
     limbs: int = 0,
     tiles: Tiles | None = None,
@@ -89,6 +96,9 @@ def delta_window_look(
         eps: epsilon of the gated norm, on the mean of squares.
         lengths: int32 [B], clipped to 0 … T: the output of tokens from there on is 0, and what they hold leaves no
             trace. None: all T.
+        kept: the operands of a fold, of all layers, in which xc, beta and g of this layer's tokens (up to lengths[b],
+            and if the layer exists) are put where they belong. What goes in and what comes out are the same memory once
+            the caller donates it.
         split: how to write the output as limbs for a 4-bit product, as in `delta_layer_step`.
         limbs: how many `split` gives.
         tiles: what one program takes. Whole heads come in one launch; in blocks of columns, the norm in a second one.
@@ -107,14 +117,23 @@ def delta_window_look(
     check_operand("norm_weight", norm_weight, (conv_weight.shape[0], value_dim))
     if lengths is not None:
         check_operand("lengths", lengths, (batch,), jnp.int32)
+    if kept is not None:
+        for name, array, one in zip(Kept._fields, kept, (xc, beta, g), strict=True):
+            check_operand(f"kept.{name}", array, (state.shape[0], *one.shape))
     if split is not None and value_dim % GROUP:
         raise NotImplementedError(f"limbs of the output need V to be a multiple of {GROUP}, got V = {value_dim}")
-    keys, block_v, warps = _tiles(state, tiles)
+    keys, block_v, warps = _tiles("delta_window_look", state, tiles)
     columns = next_power_of_two(value_dim)
     whole = block_v == columns
 
     of_columns = pl.BlockSpec((tokens, None, None, block_v), lambda i, h, b: (0, b, h, i))
     of_head = pl.BlockSpec((tokens, None, None), lambda i, h, b: (0, b, h))
+    all_tokens = (state.shape[0], tokens, None)
+    of_kept = Kept(
+        xc=pl.BlockSpec((*all_tokens, xc.shape[2]), lambda i, h, b: (0, 0, b, 0)),
+        beta=pl.BlockSpec((*all_tokens, None), lambda i, h, b: (0, 0, b, h)),
+        g=pl.BlockSpec((*all_tokens, None), lambda i, h, b: (0, 0, b, h)),
+    )
     norm = {"value_dim": value_dim, "eps": eps}
     form = {"split": split, "limbs": limbs} if whole else {"split": None, "limbs": 0}
     made = _launch(
@@ -123,6 +142,7 @@ def delta_window_look(
         ),
         (pl.cdiv(value_dim, block_v), heads, batch),
         [
+            (kept, of_kept),
             (layer, _ONE),
             (state, pl.BlockSpec((state.shape[0], None, None, keys, block_v), lambda i, h, b: (0, b, h, 0, i))),
             (
@@ -138,12 +158,16 @@ def delta_window_look(
             (norm_weight if whole else None, pl.BlockSpec((norm_weight.shape[0], block_v), lambda *_: (0, 0))),
             (lengths, pl.BlockSpec((None,), lambda i, h, b: (b,))),
         ],
-        _output((tokens, None), lambda i, h, b: (0, b, h, i), z.shape, block_v, **form),
+        _output((tokens, None), lambda i, h, b: (0, b, h, i), z.shape, block_v, **form)._replace(
+            kept=kept and Kept(*(_Result(*pair) for pair in zip(map(_struct, kept), of_kept, strict=True)))
+        ),
         warps,
         "delta_window_look",
         interpret,
+        in_place=kept is not None,
     )
     if not whole:
+        kept = made.kept
         of_token = pl.BlockSpec((None, None, None, columns), lambda h, b, t: (t, b, h, 0))
         made = _launch(
             functools.partial(norm_kernel, split=split, **norm),
@@ -159,7 +183,7 @@ def delta_window_look(
             _NORM_WARPS,
             "delta_window_norm",
             interpret,
-        )
+        )._replace(kept=kept)
     if split is None:
         return made
     return made._replace(
@@ -215,7 +239,7 @@ def delta_window_fold(
     layers, channels, width = conv_weight.shape
     check_operand("conv_weight", conv_weight, (state.shape[0], channels, width))
     check_operand("counts", counts, (batch,), jnp.int32)
-    keys, block_v, warps = _tiles(state, tiles)
+    keys, block_v, warps = _tiles("delta_window_fold", state, tiles)
 
     of_state = pl.BlockSpec((None, None, None, keys, block_v), lambda i, h, b, n: (n, b, h, 0, i))
     of_head = pl.BlockSpec((None, tokens, None, None), lambda i, h, b, n: (n, 0, b, h))
@@ -231,7 +255,7 @@ def delta_window_fold(
             (g, of_head),
             (counts, pl.BlockSpec((None,), lambda i, h, b, n: (b,))),
         ],
-        _Result(jax.ShapeDtypeStruct(state.shape, state.dtype), of_state),
+        _Result(_struct(state), of_state),
         warps,
         "delta_window_fold",
         interpret,
@@ -250,7 +274,7 @@ def delta_window_fold(
             (counts, pl.BlockSpec((None,), lambda i, b, n: (b,))),
             (state, ANYWHERE),
         ],
-        _Result(jax.ShapeDtypeStruct(conv_hist.shape, conv_hist.dtype), of_frames),
+        _Result(_struct(conv_hist), of_frames),
         _HISTORY_WARPS,
         "delta_window_history",
         interpret,
@@ -279,15 +303,20 @@ def _check_window(state, conv_hist, xc, conv_weight, beta, g, *, key_heads, inte
     return tokens, batch, heads, key_dim, value_dim
 
 
-def _tiles(state, tiles):
+def _tiles(kernel, state, tiles):
     """Rows and columns of S in a program, powers of two both, and its warps."""
     _, batch, heads, key_dim, value_dim = state.shape
-    return tile_sizes(tiles or choose_tiles(device_kind(), key_dim, value_dim, batch * heads), key_dim, value_dim)
+    tiles = tiles or choose_tiles(kernel, device_kind(), key_dim, value_dim, batch * heads)
+    return tile_sizes(tiles, key_dim, value_dim)
 
 
 def _frames(conv_hist):
     """The history as kernels take it: None where W = 1 leaves it empty."""
     return conv_hist if conv_hist.size else None
+
+
+def _struct(array):
+    return jax.ShapeDtypeStruct(array.shape, array.dtype)
 
 
 def _output(rows, index, shape, block_v, split, limbs):
@@ -309,11 +338,12 @@ def _output(rows, index, shape, block_v, split, limbs):
 
 
 def _launch(kernel, grid, operands, out, warps, name, interpret, *, in_place=False):
-    """A kernel on operands, each an array or None with its blocks; `out` is a tree of results.
+    """A kernel on operands, each a tree of arrays or None with its blocks; `out` is a tree of results.
 
-    The kernel takes the refs of all operands and the tree of the results'. `in_place`: the first result is the memory
-    of the first operand.
+    The kernel takes the refs of all operands and the tree of the results'. `in_place`: the last results are the memory
+    of the arrays of the first operand.
     """
+    first = len(jax.tree.leaves(operands[0][0])) if in_place else 0
     results, tree = jax.tree.flatten(out, is_leaf=lambda node: isinstance(node, _Result))
 
     def body(*refs: Any):
@@ -325,7 +355,7 @@ def _launch(kernel, grid, operands, out, warps, name, interpret, *, in_place=Fal
         in_specs=[None if array is None else spec for array, spec in operands],
         out_specs=[result.spec for result in results],
         out_shape=[result.shape for result in results],
-        input_output_aliases={0: 0} if in_place else {},
+        input_output_aliases={i: len(results) - first + i for i in range(first)},
         compiler_params=plt.CompilerParams(num_warps=warps, num_stages=1),
         interpret=interpret,
         name=name,

@@ -25,7 +25,18 @@ from pallas_kernels.delta_step.parts import (
 from pallas_kernels.limbs.host import Split
 from pallas_kernels.project_in.kernel import convolve
 
-__all__ = ["WindowOutput", "fold_kernel", "history_kernel", "look_kernel", "norm_kernel"]
+__all__ = ["Kept", "WindowOutput", "fold_kernel", "history_kernel", "look_kernel", "norm_kernel"]
+
+
+class Kept(NamedTuple):
+    """What a fold needs of a window, of all layers."""
+
+    xc: Any
+    """The convolution's inputs, float32 [L, T, B, C]."""
+    beta: Any
+    """Write strengths, float32 [L, T, B, H]."""
+    g: Any
+    """Log decays, float32 [L, T, B, H]."""
 
 
 class WindowOutput(NamedTuple):
@@ -37,9 +48,12 @@ class WindowOutput(NamedTuple):
     """The same as limbs, whose rows are time-first: int8 [limbs, T·B, H·V] …"""
     x_scales: Any = None
     """… and their scales, float32 [T·B, H·V/32]."""
+    kept: Kept | None = None
+    """What is kept for a fold, with this layer's part filled in, where it was given."""
 
 
 def look_kernel(
+    kept_ref,  # Kept of [L, T, C], [L, T] and [L, T], the same memory as out.kept, or None
     layer_ref,  # [1]
     s_ref,  # [L, K, Vb]
     history_ref,  # [L, W-1, C], or None where W = 1
@@ -51,7 +65,7 @@ def look_kernel(
     g_ref,  # [T]
     norm_ref,  # [Lw, Vb], or None likewise
     lengths_ref,  # [] or None
-    out,  # WindowOutput of refs: onn [T, Vb]; digits [limbs, T, Vb]; x_scales [T, Vb/32]
+    out,  # WindowOutput of refs: onn [T, Vb]; digits [limbs, T, Vb]; x_scales [T, Vb/32]; kept
     *,
     key_heads: int,
     key_dim: int,
@@ -62,8 +76,10 @@ def look_kernel(
 ):
     """Vb columns of one value head: the delta rule's output, or the gated norm's where they are all columns.
 
-    Grid (blocks of V, H, B).
+    Grid (blocks of V, H, B). Every channel of the window, and every gate, is kept by one program: of the value heads
+    that share a key head by the first, of a head's blocks by the first.
     """
+    del kept_ref
     layers, keys, columns = s_ref.shape
     tokens = xc_ref.shape[0]
     whole = pl.ds(0, columns)
@@ -73,6 +89,8 @@ def look_kernel(
     exists, nearest = (layer >= 0) & (layer < layers), jnp.clip(layer, 0, layers - 1)
     weight_layer = jnp.clip(weight_layer_ref[0], 0, conv_ref.shape[0] - 1)
     weight = None if norm_ref is None else load(norm_ref.at[weight_layer, whole], column_mask)
+
+    keep = None if out.kept is None else _keeper(out.kept, nearest, places, key_heads)
 
     def step(t, s, q, k, v, beta, decay):
         # In time for the norm.
@@ -92,9 +110,9 @@ def look_kernel(
     @pl.when(exists)
     def _look():
         s = load(s_ref.at[nearest], tile_mask(key_mask, column_mask))
-        parts = _parts(places, conv_ref, weight_layer, history_ref, nearest)
         count = tokens if lengths_ref is None else jnp.clip(lengths_ref[...], 0, tokens)
-        _recur(count, xc_ref, beta_ref, g_ref, parts, s, step)
+        window = _Window(xc_ref, beta_ref, g_ref, conv_ref, weight_layer)
+        _recur(count, window, _parts(places, history_ref, nearest), s, step, keep)
         if lengths_ref is not None:
             fill(count, jnp.float32(0))
 
@@ -153,8 +171,8 @@ def fold_kernel(
     def _fold():
         s = load(s_ref, mask)
         only = jnp.int32(0)
-        parts = _parts(places, conv_ref, only, history_ref, only)
-        plt.store(new_s_ref, _recur(count, xc_ref, beta_ref, g_ref, parts, s, step), mask=mask)
+        window = _Window(xc_ref, beta_ref, g_ref, conv_ref, only)
+        plt.store(new_s_ref, _recur(count, window, _parts(places, history_ref, only), s, step), mask=mask)
 
 
 def history_kernel(
@@ -187,14 +205,28 @@ def history_kernel(
             plt.store(new_history_ref.at[jnp.int32(i), whole], value, mask=inside)
 
 
+class _Window(NamedTuple):
+    """The refs that tokens are made of."""
+
+    xc: Any
+    """[T, C]."""
+    beta: Any
+    """[T]."""
+    g: Any
+    """[T]."""
+    conv: Any
+    """[Lw, C, W] …"""
+    weight_layer: Any
+    """… and which of them."""
+
+
 class _Part(NamedTuple):
-    """The channels of q, k or v that a program needs, and what the convolution brings for them."""
+    """The channels of q, k or v that a program needs."""
 
     channels: Any
     mask: Any
-    weights: list
     past: list
-    """The frames before the window, oldest first."""
+    """Their frames before the window, oldest first."""
 
 
 def _places(s_shape, key_heads, key_dim, value_dim):
@@ -211,42 +243,65 @@ def _places(s_shape, key_heads, key_dim, value_dim):
     )
 
 
-def _parts(places, conv_ref, weight_layer, history_ref, layer):
-    width = conv_ref.shape[2]
-    return [
-        _Part(
-            channels,
-            mask,
-            [load(conv_ref.at[weight_layer, channels, jnp.int32(j)], mask) for j in range(width)],
-            [load(history_ref.at[layer, jnp.int32(i), channels], mask) for i in range(width - 1)],
-        )
-        for channels, mask in places
-    ]
+def _parts(places, history_ref, layer):
+    """The parts at some places, with the history of a layer; None for a history of no frames."""
+
+    def past(channels, mask):
+        if history_ref is None:
+            return []
+        frames = range(history_ref.shape[1])
+        return [load(history_ref.at[layer, jnp.int32(i), channels], mask) for i in frames]
+
+    return [_Part(channels, mask, past(channels, mask)) for channels, mask in places]
 
 
-def _recur(count, xc_ref, beta_ref, g_ref, parts, s, step):
-    """S after `count` tokens, each s = step(t, s, *convolved parts, beta, decay).
+def _keeper(kept, layer, places, key_heads):
+    """keep(t, xs, beta, g), which puts what token t is made of into a layer of the window, as far as it is this
+    program's to write.
+    """
+    block, head, heads = pl.program_id(0), pl.program_id(1), pl.num_programs(1)
+    first_block = block == 0
+    first_of_keys = first_block & (lax.rem(head, heads // key_heads) == 0)
+    mine = (first_of_keys, first_of_keys, jnp.bool_(True))
+
+    def keep(t, xs, beta, g):
+        for x, (channels, mask), writes in zip(xs, places, mine, strict=True):
+            writes = jnp.broadcast_to(writes, x.shape)
+            plt.store(kept.xc.at[layer, t, channels], x, mask=writes if mask is None else writes & mask)
+        for ref, gate in ((kept.beta, beta), (kept.g, g)):
+            plt.store(ref.at[layer, t], gate, mask=first_block)
+
+    return keep
+
+
+def _recur(count, window, parts, s, step, keep=None):
+    """S after `count` tokens, each s = step(t, s, *convolved parts, beta, decay); keep(t, xs, beta, g), if given.
 
     The loop counts down, so that it compiles to a `while`, not to a `for`. Through a `for`, Triton carries the layout
     that products with S need back to the convolution, where every lane then holds and computes a sixteenth of all
     channels (2800 instructions and 450 bytes of spills, where it is 950 and none now). What a `while` carries it lets
-    be.
+    be. Weights are read anew for every token, from the nearest cache, which saves up to 38 registers.
     """
-    last = xc_ref.shape[0] - 1
+    tokens, width = window.xc.shape[0], window.conv.shape[2]
 
     def read(t):
-        t = jnp.minimum(t, last)
-        return [load(xc_ref.at[t, part.channels], part.mask) for part in parts], beta_ref[t], g_ref[t]
+        t = jnp.minimum(t, tokens - 1)
+        return [load(window.xc.at[t, part.channels], part.mask) for part in parts], window.beta[t], window.g[t]
+
+    def convolved(part, frames):
+        at = (window.weight_layer, part.channels)
+        return convolve(frames, [load(window.conv.at[(*at, jnp.int32(j))], part.mask) for j in range(width)])
 
     def token(carry):
         left, s, pasts, (xs, beta, g) = carry
         t = count - left
         # Asked for a token ahead: what a token needs is there when its turn comes.
         following = read(t + 1)
-        windows = [[*past, x] for past, x in zip(pasts, xs, strict=True)]
-        convolved = [convolve(window, part.weights) for window, part in zip(windows, parts, strict=True)]
-        s = step(t, s, *convolved, beta, jnp.exp(g))
-        return left - 1, s, [window[1:] for window in windows], following
+        if keep is not None:
+            keep(t, xs, beta, g)
+        frames = [[*past, x] for past, x in zip(pasts, xs, strict=True)]
+        s = step(t, s, *map(convolved, parts, frames), beta, jnp.exp(g))
+        return left - 1, s, [each[1:] for each in frames], following
 
     first = (jnp.int32(count), s, [part.past for part in parts], read(jnp.int32(0)))
     return lax.while_loop(lambda carry: carry[0] > 0, token, first)[1]

@@ -24,6 +24,8 @@ MAX_NORM_COLUMNS = 16384
 
 _GROUPS = 8
 """Groups per program: 256 columns in one warp, eight to a lane; a row of 5120 columns then has 20 programs."""
+_NORM_GROUPS = 32
+"""The same of the norm, where each program also reads the whole row: a row of 5120 columns then has five."""
 
 
 def split_rows(
@@ -105,7 +107,7 @@ def norm_rows(
 ) -> Normed:
     """total = x + y;  h = total · rsqrt(mean(total²) + eps) · (1 + weight[weight_layer]), also as limbs.
 
-    One program per row, since the mean is over the whole of it.
+    Every program sums the squares of the whole row, for the mean, and makes some columns of the result.
 
     Args:
         x: float32 [B, D], D a multiple of 32.
@@ -127,30 +129,34 @@ def norm_rows(
         )
     groups = columns // GROUP
     padded = next_power_of_two(groups)
+    block = math.gcd(groups, _NORM_GROUPS)
 
     def body(x_ref, y_ref, weight_ref, layer_ref, total_ref, h_ref, digits_ref, scales_ref):
-        row = pl.program_id(0)
-        group = jnp.arange(padded, dtype=jnp.int32)
-        column = group[:, None] * GROUP + jnp.arange(GROUP, dtype=jnp.int32)[None]
+        part, row = pl.program_id(0), pl.program_id(1)
+        group = part * block + jnp.arange(block, dtype=jnp.int32)
+        own = group[:, None] * GROUP + jnp.arange(GROUP, dtype=jnp.int32)[None]
+        column = jnp.arange(padded * GROUP, dtype=jnp.int32)
         inside = column < columns
         layer = jnp.clip(layer_ref[0], 0, weight_ref.shape[0] - 1)
-        weight = plt.load(weight_ref.at[layer, column], mask=inside, other=0.0)
+        # What is needed later is asked for before the wait for the sum.
+        weight, own_x, own_y = weight_ref[layer, own], x_ref[row, own], y_ref[row, own]
         x, y = (plt.load(ref.at[row, column], mask=inside, other=0.0) for ref in (x_ref, y_ref))
         total = x + y
         scale = jax.lax.rsqrt(jnp.sum(total * total) / columns + jnp.float32(eps))
-        h = total * scale * (1 + weight)
-        plt.store(total_ref.at[row, column], total, mask=inside)
-        plt.store(h_ref.at[row, column], h, mask=inside)
+        own_total = own_x + own_y
+        h = own_total * scale * (1 + weight)
+        total_ref[row, own] = own_total
+        h_ref[row, own] = h
         digits, scales = split(h)
-        for limb, part in enumerate(digits):
-            plt.store(digits_ref.at[limb, row, column], part, mask=inside)
-        plt.store(scales_ref.at[row, group], scales, mask=group < groups)
+        for limb, digit in enumerate(digits):
+            digits_ref[jnp.int32(limb), row, own] = digit
+        scales_ref[row, group] = scales
 
     row_of_floats = jax.ShapeDtypeStruct((batch, columns), jnp.float32)
     return Normed(
         *pl.pallas_call(
             body,
-            grid=(batch,),
+            grid=(groups // block, batch),
             in_specs=[ANYWHERE] * 4,
             out_specs=(ANYWHERE,) * 4,
             out_shape=(

@@ -9,12 +9,33 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
 from pallas_kernels import q4_gemv
-from pallas_kernels.device import device_kind
+from pallas_kernels.device import device_kind, gpu_objection
 from pallas_kernels.operands import ANYWHERE, check_operand
-from pallas_kernels.project_in.kernel import Gates, InputWeights, LayerInput, project_in_body
+from pallas_kernels.project_in.kernel import (
+    Gated,
+    Gates,
+    InputWeights,
+    LayerInput,
+    project_gates_body,
+    project_in_body,
+)
 from pallas_kernels.q4_gemv.host import digit_words, grouped_codes
 
-__all__ = ["Gates", "InputWeights", "LayerInput", "project_in", "supported"]
+__all__ = [
+    "Gated",
+    "Gates",
+    "InputWeights",
+    "LayerInput",
+    "gates_supported",
+    "project_gates",
+    "project_in",
+    "supported",
+]
+
+_GATE_ROWS = 8
+"""Rows of x that one reading of b or a serves, at most: a program holds a step's columns of each."""
+_GATE_WARPS = 16
+_MOST_ROWS = 1 << 16
 
 
 def project_in(
@@ -114,6 +135,72 @@ def project_in(
     )(*flat_operands)
     made = jax.tree.unflatten(out_tree, results)
     return made._replace(history=history) if made.history is None else made
+
+
+def project_gates(
+    x: jax.Array,
+    b: jax.Array,
+    a: jax.Array,
+    dt_bias: jax.Array,
+    A_log: jax.Array,
+    *,
+    weight_layer: jax.Array,
+    gates: Gates,
+    interpret: bool = False,
+) -> Gated:
+    """The gates of a GDN layer alone, for the rows of x, in one launch: what `project_in` makes of b and a.
+
+    What `project_in` does not take has its products elsewhere, and its gates here. The same program gives the same
+    bits, and a row's do not depend on the other rows. There is no derivative and no `vmap`.
+
+    Args:
+        x: float32 [M, D].
+        b: float32 [Lw, H, D].
+        a: float32 [Lw, H, D].
+        dt_bias: float32 [Lw, H].
+        A_log: float32 [Lw, H].
+        weight_layer: int32 [1]; one below 0 or beyond Lw - 1 is taken as 0 or Lw - 1.
+        gates: traced into the kernel.
+        interpret: run the same body as plain XLA on any backend.
+
+    Raises:
+        ValueError: shapes that do not fit together.
+        NotImplementedError: what `gates_supported` says beforehand, or another dtype.
+    """
+    layers, heads = A_log.shape
+    rows, columns = x.shape
+    check_operand("x", x, (rows, columns))
+    for name, array in (("b", b), ("a", a)):
+        check_operand(name, array, (layers, heads, columns))
+    for name, array in (("dt_bias", dt_bias), ("A_log", A_log)):
+        check_operand(name, array, (layers, heads))
+    check_operand("weight_layer", weight_layer, (1,), jnp.int32)
+    if reason := gates_supported(rows, interpret=interpret):
+        raise NotImplementedError(f"project_gates: {reason}")
+    together = min(rows, _GATE_ROWS)
+
+    def body(*refs: Any):
+        project_gates_body(*[*refs[:6], Gated(*refs[6:])], gates=gates, rows=together)
+
+    return Gated(
+        *pl.pallas_call(
+            body,
+            out_shape=(jax.ShapeDtypeStruct((rows, heads), jnp.float32),) * len(Gated._fields),
+            grid=(2 * heads, pl.cdiv(rows, together)),
+            in_specs=[ANYWHERE] * 6,
+            out_specs=(ANYWHERE,) * len(Gated._fields),
+            compiler_params=plt.CompilerParams(num_warps=_GATE_WARPS, num_stages=1),
+            interpret=interpret,
+            name="project_gates",
+        )(weight_layer, x, b, a, dt_bias, A_log)
+    )
+
+
+def gates_supported(rows: int, *, interpret: bool = False) -> str | None:
+    """None where `project_gates` takes so many rows, else why not."""
+    if not 1 <= rows < _MOST_ROWS:
+        return f"rows must be from 1 to {_MOST_ROWS - 1}, got {rows}"
+    return None if interpret else gpu_objection()
 
 
 def supported(

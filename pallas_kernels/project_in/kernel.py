@@ -15,7 +15,7 @@ from pallas_kernels.operands import next_power_of_two
 from pallas_kernels.q4_gemv.kernel import row_products
 from pallas_kernels.q4_gemv.tuning import Tile
 
-__all__ = ["Gates", "InputWeights", "convolve", "project_in_body"]
+__all__ = ["Gated", "Gates", "InputWeights", "LayerInput", "convolve", "project_gates_body", "project_in_body"]
 
 
 class Gates(NamedTuple):
@@ -67,9 +67,22 @@ class LayerInput(NamedTuple):
     """float32 [B, H], raw."""
 
 
+class Gated(NamedTuple):
+    """The gates of M tokens, float32 [M, H] all."""
+
+    beta: Any
+    g: Any
+    b: Any
+    """Raw."""
+    a: Any
+    """Raw."""
+
+
 _COLUMNS = 512
 """Columns of b or a per step: longer steps would cost the programs of products registers, and so some of their number;
 shorter ones, each a wait for memory, would outlast the products."""
+_COLUMNS_ALONE = 8192
+"""The same where nothing else runs: one wait, as a rule."""
 
 
 def project_in_body(
@@ -103,14 +116,14 @@ def project_in_body(
     @pl.when(program < heads)
     def _beta():
         head = pl.ds(program, 1)
-        for row, raw in enumerate(_dense_row(w.b, weight_layer, program, x_ref)):
+        for row, raw in enumerate(_dense_row(w.b, weight_layer, program, x_ref, range(batch), _COLUMNS)):
             _store_gate(out.b, out.beta, row, head, raw, gates.beta(raw))
 
     @pl.when((program >= heads) & (program < conv_first))
     def _g():
         head = pl.ds(program - heads, 1)
         dt_bias, a_log = w.dt_bias[weight_layer, head], w.A_log[weight_layer, head]
-        for row, raw in enumerate(_dense_row(w.a, weight_layer, program - heads, x_ref)):
+        for row, raw in enumerate(_dense_row(w.a, weight_layer, program - heads, x_ref, range(batch), _COLUMNS)):
             _store_gate(out.a, out.g, row, head, raw, gates.g(raw, dt_bias, a_log))
 
     @pl.when((program >= conv_first) & (program < z_first))
@@ -135,25 +148,63 @@ def project_in_body(
             plt.store(out.z.at[b, row], value, mask=row < values)
 
 
+def project_gates_body(
+    weight_layer_ref,  # int32 [1]
+    x_ref,  # float32 [M, D]
+    b_ref,  # float32 [Lw, H, D]
+    a_ref,  # float32 [Lw, H, D]
+    dt_bias_ref,  # float32 [Lw, H]
+    a_log_ref,  # float32 [Lw, H]
+    out,  # Gated of refs
+    *,
+    gates: Gates,
+    rows: int,
+):
+    """One head of b or of a for some rows of x; grid (2H, blocks of rows)."""
+    program, first = pl.program_id(0), pl.program_id(1) * rows
+    weight_layers, heads, _ = b_ref.shape
+    weight_layer = jnp.clip(weight_layer_ref[0], 0, weight_layers - 1)
+    last = x_ref.shape[0] - 1
+    # Rows past the end are the last one again, and write what it writes.
+    own = [jnp.minimum(first + i, last) for i in range(rows)]
+
+    @pl.when(program < heads)
+    def _beta():
+        head = pl.ds(program, 1)
+        for row, raw in zip(own, _dense_row(b_ref, weight_layer, program, x_ref, own, _COLUMNS_ALONE), strict=True):
+            _store_gate(out.b, out.beta, row, head, raw, gates.beta(raw))
+
+    @pl.when(program >= heads)
+    def _g():
+        head = pl.ds(program - heads, 1)
+        dt_bias, a_log = dt_bias_ref[weight_layer, head], a_log_ref[weight_layer, head]
+        products = _dense_row(a_ref, weight_layer, program - heads, x_ref, own, _COLUMNS_ALONE)
+        for row, raw in zip(own, products, strict=True):
+            _store_gate(out.a, out.g, row, head, raw, gates.g(raw, dt_bias, a_log))
+
+
 def convolve(window, weights):
     """silu(sum_j weights[j] · window[j]) per channel, the oldest frame first, added in this order."""
     taps = [frame * weight for frame, weight in zip(window, weights, strict=True)]
     return jax.nn.silu(functools.reduce(operator.add, taps))
 
 
-def _dense_row(w_ref, layer, row, x_ref):
-    """sum_j w[layer, row, j] · x[b, j] for each b, [1], in float32: partial sums per column of a step, then a tree."""
-    batch, columns = x_ref.shape
-    size = min(_COLUMNS, next_power_of_two(columns))
+def _dense_row(w_ref, layer, row, x_ref, rows, most):
+    """sum_j w[layer, row, j] · x[m, j] for each m of `rows`, [1], in float32.
+
+    Partial sums per column of a step, of at most so many, and then a tree.
+    """
+    columns = x_ref.shape[1]
+    size = min(most, next_power_of_two(columns))
 
     def step(i, totals):
         column = i * size + jnp.arange(size, dtype=jnp.int32)
         inside = column < columns
         w = plt.load(w_ref.at[layer, row, column], mask=inside, other=0.0)
-        xs = [plt.load(x_ref.at[b, column], mask=inside, other=0.0) for b in range(batch)]
+        xs = [plt.load(x_ref.at[m, column], mask=inside, other=0.0) for m in rows]
         return tuple(total + w * x for total, x in zip(totals, xs, strict=True))
 
-    totals = (jnp.zeros((size,), jnp.float32),) * batch
+    totals = (jnp.zeros((size,), jnp.float32),) * len(rows)
     totals = lax.fori_loop(0, pl.cdiv(columns, size), step, totals)
     return [jnp.broadcast_to(jnp.sum(total), (1,)) for total in totals]
 

@@ -7,16 +7,51 @@ from gdn_jax.evidence import oracle
 
 def run(cfg, tensors, ids):
     """Logits [T, vocab] of the tokens `ids` [T]; `tensors` by canonical name, in any real dtype."""
-    w = {name: np.asarray(tensor).astype(np.float64) for name, tensor in tensors.items()}
+    return hidden(cfg, tensors, ids) @ _head(cfg, _exact(tensors)).T
+
+
+def hidden(cfg, tensors, ids):
+    """What the head is applied to [T, D], after the final norm."""
+    w = _exact(tensors)
     x = w["embed_tokens.weight"][ids]
     for layer, (mixer, mlp) in enumerate(zip(cfg.layer_types, cfg.mlp_types, strict=True)):
-        own = {n.removeprefix(f"layers.{layer}."): t for n, t in w.items() if n.startswith(f"layers.{layer}.")}
-        h = _norm(x, own["input_layernorm.weight"], cfg)
-        x = x + (_gdn(cfg.gdn, own, h) if mixer == "linear_attention" else _attention(cfg, own, h))
-        h = _norm(x, own["post_attention_layernorm.weight"], cfg)
-        x = x + (_mlp(own, "mlp", h) if mlp == "dense" else _moe(cfg.moe, own, h))
-    head = w["embed_tokens.weight" if cfg.tied else "lm_head.weight"]
-    return _norm(x, w["norm.weight"], cfg) @ head.T
+        x = _layer(cfg, _below(w, f"layers.{layer}."), mixer, mlp, x)
+    return _norm(x, w["norm.weight"], cfg)
+
+
+def mtp(cfg, tensors, ids, before):
+    """The multi-token-prediction head on pairs of a token, `ids` [n], and the hidden state before it, `before` [n, D].
+
+    Hidden states [n, D] of its own, and logits [n, vocab].
+    """
+    w = _exact(tensors)
+    own = _below(w, "mtp.")
+    embedding = own.get("embed_tokens.weight", w["embed_tokens.weight"])[ids]
+    left, right = np.split(own["fc.weight"], 2, axis=1)
+    x = _norm(embedding, own["pre_fc_norm_embedding.weight"], cfg) @ left.T
+    x = x + _norm(before, own["pre_fc_norm_hidden.weight"], cfg) @ right.T
+    x = _layer(cfg, _below(own, "layers.0."), "full_attention", "dense" if cfg.moe is None else "moe", x)
+    made = _norm(x, own["norm.weight"], cfg)
+    return made, made @ own.get("lm_head.weight", _head(cfg, w)).T
+
+
+def _exact(tensors):
+    return {name: np.asarray(tensor).astype(np.float64) for name, tensor in tensors.items()}
+
+
+def _below(w, prefix):
+    return {name.removeprefix(prefix): tensor for name, tensor in w.items() if name.startswith(prefix)}
+
+
+def _head(cfg, w):
+    return w["embed_tokens.weight" if cfg.tied else "lm_head.weight"]
+
+
+def _layer(cfg, own, mixer, mlp, x):
+    h = _norm(x, own["input_layernorm.weight"], cfg)
+    x = x + (_gdn(cfg.gdn, own, h) if mixer == "linear_attention" else _attention(cfg, own, h))
+    h = _norm(x, own["post_attention_layernorm.weight"], cfg)
+    return x + (_mlp(own, "mlp", h) if mlp == "dense" else _moe(cfg.moe, own, h))
 
 
 def _norm(x, weight, cfg):

@@ -1,5 +1,6 @@
 """Decoders for the tests: the committed checkpoints with their goldens, and small models of any geometry."""
 
+import dataclasses
 import functools
 import math
 from typing import NamedTuple
@@ -9,8 +10,10 @@ import numpy as np
 
 import gdn_jax as gdn
 from checkpoints import Checkpoint, TensorInfo
+from checkpoints.names import is_mtp
 from gdn_jax.decoder.config import DecoderConfig, MoeConfig
 from gdn_jax.decoder.model import decode_step, prefill_tokens
+from gdn_jax.decoder.mtp_weights import mtp_config, mtp_table
 from gdn_jax.decoder.weights import load_decoder, read_decoder, table
 from gdn_jax.evidence import recipe
 from tests.support.paths import FIXTURES
@@ -123,18 +126,28 @@ _GDN_KEYS = (
 
 def draw(cfg, label):
     """Recipe weights by canonical name: GDN layers as in the goldens, norms spread around 0, the rest by fan-in."""
+    tensors = _drawn_fields(table(cfg), cfg, label)
+    for layer, kind in enumerate(cfg.layer_types):
+        if kind == "linear_attention":
+            own = recipe.layer_weights(cfg.gdn, f"{label}/{layer}")
+            tensors |= {f"layers.{layer}.linear_attn.{name}": tensor for name, tensor in own.items()}
+    return tensors
+
+
+def draw_mtp(cfg, label, own=()):
+    """Recipe weights of the head of a model of `cfg`, with those of `checkpoints.names.MTP_OWN` that `own` names."""
+    return _drawn_fields(mtp_table(cfg, frozenset(own)), mtp_config(cfg), f"{label}/mtp")
+
+
+def _drawn_fields(fields, cfg, label):
     tensors = {}
-    for field in table(cfg):
+    for field in fields:
         for layer in field.layers(cfg) if field.is_stack else [0]:
             for expert in range(field.experts(cfg)):
                 name = field.name.format(layer=layer, expert=expert)
                 scale = 0.2 if len(field.shape) == 1 else 1 / math.sqrt(field.shape[-1])
                 scale = 1.0 if field.path == "embed" else scale
                 tensors[name] = recipe.gaussian(f"{label}/{name}", field.shape, scale)
-    for layer, kind in enumerate(cfg.layer_types):
-        if kind == "linear_attention":
-            own = recipe.layer_weights(cfg.gdn, f"{label}/{layer}")
-            tensors |= {f"layers.{layer}.linear_attn.{name}": tensor for name, tensor in own.items()}
     return tensors
 
 
@@ -146,7 +159,10 @@ class Held(Checkpoint):
         self.tensors = tensors
 
     def names(self):
-        return tuple(sorted(self.tensors))
+        return tuple(sorted(name for name in self.tensors if not is_mtp(name)))
+
+    def mtp_names(self):
+        return tuple(sorted(filter(is_mtp, self.tensors)))
 
     def info(self, name):
         return TensorInfo(self.tensors[name].shape, self.tensors[name].dtype.name)
@@ -156,3 +172,7 @@ class Held(Checkpoint):
 
     def close(self):
         pass
+
+
+DENSE = dataclasses.replace(SMALL, mlp_types=("dense",) * 4, moe=None)
+"""Without experts, which take longer to compile."""

@@ -106,6 +106,17 @@ def model(text, seed=0):
     return {name: rng.standard_normal(shape).astype(np.float32) for name, shape in shapes(text).items()}
 
 
+def mtp_model(text, seed=1, own=()):
+    """As `model`, the multi-token-prediction head of it, with an embedding and a head of its own if they are named."""
+    of_one = shapes(text | {"layer_types": ["full_attention"], "tie_word_embeddings": False})
+    hidden = text["hidden_size"]
+    wanted = {"fc.weight": (hidden, 2 * hidden), "pre_fc_norm_embedding.weight": (hidden,)}
+    wanted |= {"pre_fc_norm_hidden.weight": (hidden,), "norm.weight": (hidden,)}
+    wanted |= {name: shape for name, shape in of_one.items() if name.startswith("layers.0.") or name in own}
+    rng = np.random.default_rng(seed)
+    return {f"mtp.{name}": rng.standard_normal(shape).astype(np.float32) for name, shape in wanted.items()}
+
+
 def tiled(rows, text, width):
     """Value heads of `width` rows, from grouped order (g0v0, g0v1, …) to tiled order (g0v0, g1v0, …)."""
     groups = text["linear_num_key_heads"]
@@ -174,6 +185,35 @@ def _stored_common(text, tensors):
             top = {"embed_tokens.weight": "token_embd", "norm.weight": "output_norm", "lm_head.weight": "output"}
             stored[f"{top[name]}.weight"] = array
     return stored
+
+
+_MTP_PLACES = {
+    "mtp.fc.weight": "eh_proj",
+    "mtp.pre_fc_norm_embedding.weight": "enorm",
+    "mtp.pre_fc_norm_hidden.weight": "hnorm",
+    "mtp.norm.weight": "shared_head_norm",
+    "mtp.embed_tokens.weight": "embed_tokens",
+    "mtp.lm_head.weight": "shared_head_head",
+}
+
+
+def stored_mtp(text, tensors):
+    """Stored name -> array of a multi-token-prediction head, in the block behind the layers."""
+    block = text["num_hidden_layers"]
+    layer, stored = {}, {}
+    for name, array in tensors.items():
+        if name in _MTP_PLACES:
+            stored[f"blk.{block}.nextn.{_MTP_PLACES[name]}.weight"] = array + 1 if array.ndim == 1 else array
+        else:
+            layer[name.replace("mtp.layers.0.", f"layers.{block}.")] = array
+    return stored | _stored_common(text, layer)
+
+
+def mtp_metadata(text, arch, flagged=True):
+    """`metadata` of a file with such a block; with `flagged` its kind is stated too."""
+    kinds = text["layer_types"] + ["full_attention"] * flagged
+    counts = {"block_count": text["num_hidden_layers"] + 1, "nextn_predict_layers": 1}
+    return metadata(text, arch, **counts, **{"attention.recurrent_layers": [k == "linear_attention" for k in kinds]})
 
 
 def stored_qwen35(text, tensors):

@@ -8,11 +8,11 @@ from safetensors.numpy import save_file
 from tests.support import gguf_files
 
 
-def write(folder, text, tensors):
-    """A text-only model in one file, as `save_pretrained` leaves it."""
+def write(folder, text, tensors, bare=("lm_head.", "mtp.")):
+    """A text-only model in one file, as `save_pretrained` leaves it: names that start so have no prefix."""
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps(text))
-    named = {name if name == "lm_head.weight" else f"model.{name}": tensor for name, tensor in tensors.items()}
+    named = {name if name.startswith(bare) else f"model.{name}": tensor for name, tensor in tensors.items()}
     save_file({name: np.ascontiguousarray(tensor) for name, tensor in named.items()}, folder / "model.safetensors")
     return folder
 

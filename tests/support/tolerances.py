@@ -35,6 +35,8 @@ __all__ = [
     "LONG_STATE",
     "LONG_WORST",
     "MODES",
+    "MTP_BF16",
+    "MTP_Q4",
     "PREFILL",
     "PREFILL_BF16",
     "PREFILL_GRADIENT",
@@ -89,6 +91,8 @@ DECODER_TRANSFORMERS = 8e-6  # measured 5.3e-6
 DECODER_ORACLE = 1.6e-6  # measured 1.04e-6
 DECODER_ALONE = 1.5e-6  # measured 9.7e-7
 DECODER_BF16 = 1e-6  # measured 0; a GPU may sum the two programs in different orders
+MTP_BF16 = 4e-3  # RMS, measured 2.7e-3: weights and cache in bfloat16 against the oracle with those of float32
+MTP_Q4 = 0.28  # RMS, measured 0.18: the same for weights in 4 bits, Gaussian ones
 DECODER_Q4 = 4.8e-6  # measured 3.2e-6 on JAX 0.12.0.1 and 1.8e-6 on 0.11.2, the worst of four draws
 
 # Prompts at once against the same tokens one by one, in small whole models of every ratio: logits; S, history, keys and
