@@ -1,6 +1,7 @@
 """Time prompts with a few layers of a large geometry, whole and by part: `gdn bench prefill` in a tenth of its time.
 
     python -m experiments.prompt_layers RESULTS.jsonl [--layers 8] [--tokens 512,2048,4096] [--geometry qwen3.5-27b]
+        [--precision bf16,exact] [--whole]
 
 Appends a line for every case: milliseconds, median of five calls from the host, which adds about 0.4 ms to each.
 """
@@ -27,13 +28,15 @@ from gdn_jax.decoder.state import init_decoder_state
 from gdn_jax.sequence import unchecked_prefill
 
 
-def main(results: pathlib.Path, geometry: str, layers: int, sizes: list[int]) -> None:
+def main(
+    results: pathlib.Path, geometry: str, layers: int, sizes: list[int], precisions: list[str], *, parts: bool
+) -> None:
     full = DECODERS[geometry]
     cfg = dataclasses.replace(full, layer_types=full.layer_types[:layers], mlp_types=full.mlp_types[:layers])
     weights = models.decoder_weights(1, cfg, "q4")
     with results.open("a") as file:
-        for precision in ("bf16", "exact"):
-            for what, tokens, program, carry in cases(cfg, precision, sizes):
+        for precision in precisions:
+            for what, tokens, program, carry in cases(cfg, precision, sizes, parts=parts):
                 line = {
                     "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
                     "device": jax.devices()[0].device_kind,
@@ -50,8 +53,8 @@ def main(results: pathlib.Path, geometry: str, layers: int, sizes: list[int]) ->
                 print(f"{what:10} {precision:6} {tokens:6} tokens {line['ms']:9.3f} ms", flush=True)
 
 
-def cases(cfg, precision, sizes):
-    """(what, tokens, program(carry, weights) -> carry, carry) of whole prompts, then of each kind of layer."""
+def cases(cfg, precision, sizes, *, parts):
+    """(what, tokens, program(carry, weights) -> carry, carry) of whole prompts, then of each kind of layer if asked."""
     capacity, how = max(sizes), {"precision": precision, "implementation": None}
     for tokens in sizes:
         prompt = jnp.asarray(np.random.default_rng(0).integers(0, cfg.vocab, (1, tokens)), jnp.int32)
@@ -65,6 +68,8 @@ def cases(cfg, precision, sizes):
         state = init_decoder_state(cfg, batch=1, capacity=capacity)
         yield "whole", tokens, whole, (state, jnp.zeros((1, cfg.vocab), jnp.float32))
 
+    if not parts:
+        return
     tokens = sorted(sizes)[len(sizes) // 2]
     x = jnp.asarray(np.random.default_rng(1).standard_normal((tokens, 1, cfg.hidden)), jnp.float32)
     layer, length = jnp.int32(0), jnp.full((1,), tokens, jnp.int32)
@@ -105,5 +110,7 @@ if __name__ == "__main__":
     parser.add_argument("--geometry", default="qwen3.5-27b", choices=sorted(DECODERS))
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--tokens", type=lambda text: [int(n) for n in text.split(",")], default=[512, 2048, 4096])
+    parser.add_argument("--precision", type=lambda text: text.split(","), default=["bf16", "exact"])
+    parser.add_argument("--whole", action="store_true", help="whole prompts only")
     given = parser.parse_args()
-    main(given.results, given.geometry, given.layers, given.tokens)
+    main(given.results, given.geometry, given.layers, given.tokens, given.precision, parts=not given.whole)

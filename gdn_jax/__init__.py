@@ -64,6 +64,16 @@ _HOME = {
     "SamplingParams": "decoder.sample",
     "Decoder": "decoder.decoder",
     "GenerateResult": "decoder.decoder",
+    "Window": "decoder.window",
+    "commit_window": "decoder.window",
+    "verify_window": "decoder.window",
+    "DraftCounts": "decoder.speculate",
+    "Drafter": "decoder.drafting",
+    "Drafting": "decoder.speculate",
+    "Proposal": "decoder.drafting",
+    "draft_by_model": "decoder.drafters",
+    "draft_by_mtp": "decoder.drafters",
+    "draft_by_ngrams": "decoder.drafters",
     "Conversation": "decoder.conversation",
     "PrefixCache": "decoder.prefix_cache",
     "PrefixCacheStats": "decoder.prefix_cache",
@@ -79,11 +89,15 @@ if TYPE_CHECKING:
     from gdn_jax.decoder.config import DECODERS, DecoderConfig
     from gdn_jax.decoder.conversation import Conversation
     from gdn_jax.decoder.decoder import Decoder, GenerateResult
+    from gdn_jax.decoder.drafters import draft_by_model, draft_by_mtp, draft_by_ngrams
+    from gdn_jax.decoder.drafting import Drafter, Proposal
     from gdn_jax.decoder.model import decode_step, prefill_tokens
     from gdn_jax.decoder.prefix_cache import PrefixCache, PrefixCacheStats
     from gdn_jax.decoder.sample import SamplingParams
+    from gdn_jax.decoder.speculate import DraftCounts, Drafting
     from gdn_jax.decoder.state import DecoderState, init_decoder_state
     from gdn_jax.decoder.weights import DecoderWeights, load_decoder
+    from gdn_jax.decoder.window import Window, commit_window, verify_window
     from gdn_jax.fingerprints import fingerprint
     from gdn_jax.layer import scan, step
     from gdn_jax.limbs import q4_matvec, split_limbs

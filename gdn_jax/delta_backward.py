@@ -31,6 +31,11 @@ across. The sums over j < l ≤ i are taken as they stand: as differences of row
 Nothing but the operands is kept from the forward pass, which therefore may be any form, a kernel's too. S is computed
 again, first at the beginning of every span of chunks, then span after span, the last one first, within it. All that
 does not depend on S̄' is computed for the chunks of a span at once.
+
+So between the passes a token takes 4 (2 G K + H V + 2 H) bytes and a sequence one S, and in the backward pass also one
+S a span and the work of one span. With 16 key and 48 value heads of 128 x 128 that is 41 kB a token; autodiff of the
+same form keeps 598 kB, all chunks' intermediates and those of the inverse. Temporaries of both passes over 4096 tokens,
+compiled for an H200: 0.42 GB, against 2.46 GB.
 """
 
 import functools
@@ -59,7 +64,7 @@ def with_backward(
     """`form(s, q, k, v, beta, g)`, which computes what `delta.clean_chunks` does, with the gradients of this module.
 
     Products are rounded as `precision` has them rounded in the forward pass, and all else is float32. Reverse mode
-    only: `jax.jvp` raises TypeError.
+    only: `jax.jvp` raises TypeError. Second derivatives are left to autodiff of both passes, with what that keeps.
     """
 
     @jax.custom_vjp

@@ -19,6 +19,8 @@ NAMES = {
     *("trace", "DECODERS", "Conversation", "Decoder", "DecoderConfig", "DecoderState", "DecoderWeights"),
     *("GenerateResult", "SamplingParams", "decode_step", "init_decoder_state", "load_decoder", "prefill_tokens"),
     *("prefill", "PrefixCache", "PrefixCacheStats", "fingerprint", "load_state", "resize", "save_state"),
+    *("Window", "commit_window", "verify_window", "DraftCounts", "Drafter", "Drafting", "Proposal", "draft_by_model"),
+    *("draft_by_mtp", "draft_by_ngrams"),
 }
 TABLES = {"GEOMETRIES", "DECODERS"}
 LAYER_FUNCTIONS = (gdn.step, gdn.scan, gdn.trace)

@@ -177,7 +177,7 @@ def _round(
 
     proposal, memory = drafter.propose(draft_weights, memory, rows.tokens, draw)
     # One token is drawn beyond those that are accepted.
-    counts = jnp.clip(proposal.counts, 0, jnp.maximum(left - 1, 0))
+    counts = jnp.clip(proposal.counts, 0, jnp.clip(left - 1, 0, drafter.count))
     tokens = jnp.concatenate([rows.tokens[:, None], proposal.tokens], axis=1)
     logits, hidden, state, window = network.look(weights, rows.state, tokens, jnp.where(active, counts + 1, 0))
     drawn = _draw_all(logits, rows.seen, tokens, place, policy)
