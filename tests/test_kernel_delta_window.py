@@ -649,9 +649,8 @@ def test_the_check_for_spills_finds_some():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("B", "tiles"), [(1, None), (2, None), (2, Tiles(64, 4))])
+@pytest.mark.parametrize(("B", "tiles"), [(1, None), (2, None), (1, Tiles(128, 8)), (2, Tiles(64, 4))])
 def test_the_27b_geometry(B, tiles):
-    """Against float64, and S of a fold against single steps: the same bits with the same tiles."""
     geometry = BIG._replace(B=B, T=8)
     x = operands(geometry)
     lengths = jnp.array([8, 5][:B], jnp.int32)
@@ -663,6 +662,15 @@ def test_the_27b_geometry(B, tiles):
         for t in range(len(want)):
             assert error(y[t, row], want[t]) <= CASE_TAP
         assert error(state[LAYER, row], want_s) <= DELTA_STEP
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("B", "tiles"), [(1, Tiles(128, 8)), (2, Tiles(64, 4))])
+def test_with_the_tiles_of_single_steps_a_fold_has_their_bits(B, tiles):
+    geometry = BIG._replace(B=B, T=8)
+    x = operands(geometry)
+    lengths = jnp.array([8, 5][:B], jnp.int32)
+    state, _ = run_fold(x, lengths, tiles=tiles)
     step = jax.jit(delta_layer_step, static_argnames=("key_heads", "qk_eps", "eps", "tiles"))
     conv = jax.jit(functools.partial(convolved, interpret=False))
     single, frames = x.state, x.history[LAYER]

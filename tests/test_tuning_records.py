@@ -6,6 +6,7 @@ import pathlib
 
 import pytest
 
+from pallas_kernels.attend import tuning as attend
 from pallas_kernels.delta_step import tuning as delta_step
 from pallas_kernels.delta_window import tuning as delta_window
 from pallas_kernels.q4_gemm import tuning as q4_gemm
@@ -85,3 +86,18 @@ def test_rows_of_the_delta_rule(row):
     assert delta_step.Tiles(cited["block_v"], cited["warps"]) == row.tiles
     same = {"kernel", "B", "H", "K", "V", "T", "count"} & cited.keys()
     assert_unbeaten(cited, [other for other in others if all(other.get(name) == cited[name] for name in same)])
+
+
+@pytest.mark.parametrize("row", attend.MEASURED, ids=str)
+def test_rows_of_full_attention(row):
+    cited, others = record(row.measurement)
+    assert (cited["device"], cited["head_dim"]) == (row.device_kind, row.head_dim)
+    assert attend.Cut(cited["slots"], cited["splits"], cited["warps"]) == row.cut
+    same = [other for other in [cited, *others] if other["capacity"] == row.capacity]
+    for rows in {other["rows"] for other in same}:
+        [own] = [other for other in same if other["rows"] == rows and of_cut(other, row.cut)]
+        assert_unbeaten(own, [other for other in same if other["rows"] == rows and other is not own])
+
+
+def of_cut(line, cut):
+    return (line["slots"], line["splits"], line["warps"]) == cut

@@ -1,7 +1,7 @@
 """The host functions: what they take, what they refuse, and the calls they build."""
 
 import functools
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,11 +16,12 @@ from pallas_kernels.attend.kernel import (
     partial_kernel,
     place_kernel,
 )
-from pallas_kernels.device import gpu_objection
+from pallas_kernels.attend.tuning import MOST_SPLITS, Cut, choose_cut
+from pallas_kernels.device import device_kind, gpu_objection
 from pallas_kernels.limbs.host import GROUP, Split
 from pallas_kernels.operands import ANYWHERE, check_operand, next_power_of_two
 
-__all__ = ["Attended", "Cut", "Placed", "attend", "place", "supported"]
+__all__ = ["Attended", "Placed", "attend", "place", "supported"]
 
 MAX_HEAD_DIM = 256
 """The largest Hd for which the default cut is known not to spill registers."""
@@ -29,21 +30,8 @@ _MOST_TOKENS = 64
 """Rows of a sequence, at most."""
 _TOGETHER = 8
 """Query heads that share one reading of keys and values, at most: a program holds the partial results of each."""
-_SPLITS = 64
-"""With four key-value heads two programs for each multiprocessor of a large card, once there are 2048 slots to see."""
 _COLUMNS = 64
 """Columns of a head that one program puts together."""
-
-
-class Cut(NamedTuple):
-    """How the slots of a row are divided among programs."""
-
-    slots: int
-    """Slots in a tile, which a program holds at a time; a power of two."""
-    splits: int
-    """Programs per key-value head and row, at most; tile t goes to number t mod `splits`."""
-    warps: int
-    """Warps of a program; a power of two."""
 
 
 def supported(keys: Any, heads: int, *, limbs: int = 0, interpret: bool = False) -> str | None:
@@ -62,7 +50,7 @@ def supported(keys: Any, heads: int, *, limbs: int = 0, interpret: bool = False)
         return f"Hd must be at most {MAX_HEAD_DIM}, got {head_dim}"
     if limbs and head_dim % GROUP:
         return f"limbs of the output need Hd to be a multiple of {GROUP}, got {head_dim}"
-    if max(capacity, batch * _MOST_TOKENS * (heads + kv_heads) * max(_SPLITS, head_dim)) > _MAX_PROGRAMS:
+    if max(capacity, batch * _MOST_TOKENS * (heads + kv_heads) * max(MOST_SPLITS, head_dim)) > _MAX_PROGRAMS:
         return f"rows, heads or slots must be fewer, got {heads} query heads and keys of shape {list(keys.shape)}"
     return None if interpret else gpu_objection()
 
@@ -192,8 +180,8 @@ def attend(
     rows, heads, kv_heads, head_dim = _check_cache(keys, values, gate_source, limbs if split else 0, interpret)
     check_operand("q", q, (rows, heads, head_dim))
     _check_places(layer, position, rows)
-    slots, most, warps = _check_cut(_cut(head_dim) if cut is None else cut)
     layers, _, capacity = keys.shape[:3]
+    slots, most, warps = _check_cut(choose_cut(device_kind(), head_dim, capacity) if cut is None else cut)
     splits = min(most, pl.cdiv(capacity, slots))
     ratio = heads // kv_heads
     together = max(n for n in range(1, _TOGETHER + 1) if ratio % n == 0)
@@ -287,11 +275,6 @@ def _check_cache(keys, values, projected, limbs, interpret):
 def _check_places(layer, position, rows):
     check_operand("layer", layer, (1,), jnp.int32)
     check_operand("position", position, (rows,), jnp.int32)
-
-
-def _cut(head_dim: int) -> Cut:
-    """Tiles of 32 slots, of which a lane holds 32 floats of keys and as many of values."""
-    return Cut(slots=32, splits=_SPLITS, warps=max(1, next_power_of_two(head_dim) // 32))
 
 
 def _check_cut(cut):
