@@ -324,6 +324,12 @@ def test_blocks_of_any_number_of_rounds_give_the_same(chunk):
     assert_rows(rows, want[1])
 
 
+def test_no_rounds_are_dispatched_once_no_row_misses_tokens():
+    """The 24 tokens come in three blocks of two rounds, and one more is on its way when the last of them is read."""
+    blocks = drafted(PROMPTS, drafting(plan(GREEDY, DRAFTS, DRAFTS)), wanted=LONG, chunk=2)
+    assert [len(block) for block in blocks] == [1, 8, 8, 7, 0]
+
+
 @pytest.mark.parametrize("sampling", [GREEDY, DRAWING])
 @pytest.mark.parametrize("used", [[1, 1, 2, 3], [5, 12, 1, 9], [13, 13, 13, 6], [4, 5, 8, 9]])
 def test_a_row_that_the_host_ends_goes_back_to_its_last_token(sampling, used):
@@ -408,6 +414,21 @@ def test_what_is_known_already_is_told_to_the_drafter():
     tokens, _, counts = run_drafted(first, planned, rows=rows, wanted=12, known=known)
     assert tokens == [row[1:13] for row in free(GREEDY)]
     assert counts.by_accepted == [0, 0, len(PROMPTS), 2 * len(PROMPTS)]
+
+
+def test_what_is_known_is_told_in_pieces(monkeypatch):
+    """Of no more tokens than prompts are read in."""
+    monkeypatch.setattr(generate, "LARGEST_PIECE", 2 * 16)
+    told = []
+
+    class Listener(Planned):
+        def read(self, weights, memory, tokens, lengths, hidden):
+            told.append(tokens.shape)
+            return super().read(weights, memory, tokens, lengths, hidden)
+
+    known = [list(range(37)), [3]]
+    drafted([[1], [2]], Drafting(Listener(), drafting(plan(GREEDY, 0, 0)).weights), known=known)
+    assert set(told) == {(2, 16)}
 
 
 def test_a_script_is_believed_as_far_as_it_is_right():

@@ -41,6 +41,7 @@ __all__ = [
     "check_rows",
     "ends_row",
     "feed",
+    "in_pieces",
     "largest_piece",
     "marked",
     "new_rows",
@@ -250,6 +251,18 @@ def _pieces(lengths: Sequence[int], marks: Sequence[Sequence[int]]) -> Iterator[
         starts = ends
 
 
+def in_pieces(
+    prompts: Sequence[Sequence[int]], marks: Sequence[Sequence[int]]
+) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+    """The prompts' tokens as pieces [B, T], padded, and for each where its rows start and end in the prompts."""
+    for starts, ends in _pieces([len(prompt) for prompt in prompts], marks):
+        counts = ends - starts
+        piece = np.zeros((len(prompts), bucket(int(counts.max()), least=_SMALLEST_PIECE)), np.int32)
+        for row, prompt in enumerate(prompts):
+            piece[row, : counts[row]] = prompt[starts[row] : ends[row]]
+        yield piece, starts, ends
+
+
 class _Block(NamedTuple):
     """A dispatched block of tokens [n, B], and what its rows were before it, if they may have to go back there."""
 
@@ -318,14 +331,10 @@ class Generation:
         self, rows: Rows, prompts: Sequence[Sequence[int]], wanted: int, marks: Sequence[Sequence[int]]
     ) -> tuple[Rows, Array, Array]:
         left, block = jnp.zeros(len(prompts), jnp.int32), rows.tokens[None]
-        for starts, ends in _pieces([len(prompt) for prompt in prompts], marks):
-            counts = ends - starts
-            piece = np.zeros((len(prompts), bucket(int(counts.max()), least=_SMALLEST_PIECE)), np.int32)
-            for row, prompt in enumerate(prompts):
-                piece[row, : counts[row]] = prompt[starts[row] : ends[row]]
-            fed = (jnp.asarray(piece), jnp.asarray(counts, jnp.int32), jnp.int32(wanted))
+        for piece, starts, ends in in_pieces(prompts, marks):
+            fed = (jnp.asarray(piece), jnp.asarray(ends - starts, jnp.int32), jnp.int32(wanted))
             rows, left, block = self._read_piece(rows, left, *fed)
-            for row in np.flatnonzero(counts).tolist():
+            for row in np.flatnonzero(ends > starts).tolist():
                 if self._at_mark is not None and ends[row] in marks[row]:
                     self._at_mark(row, int(ends[row]), rows)
         return rows, left, block

@@ -32,6 +32,7 @@ from gdn_jax.decoder.generate import (
     after_prompts,
     bucket,
     ends_row,
+    in_pieces,
     marked,
 )
 from gdn_jax.decoder.sample import sample
@@ -256,6 +257,7 @@ class SpeculativeGeneration(Generation):
         policy: Policy,
         *,
         drafting: Drafting,
+        wanted: int,
         known: Sequence[Sequence[int]] | None = None,
         **settings: Any,
     ):
@@ -264,22 +266,19 @@ class SpeculativeGeneration(Generation):
         self._given: dict[int, np.ndarray] = {}
         self._last = np.zeros((0, 0), np.int32)
         batch = rows.batch
+        self._missing = np.full(batch, wanted)
         self._memory = drafting.drafter.begin(drafting.weights, batch=batch, capacity=rows.capacity)
         self._tell(known or [()] * batch)
-        super().__init__(network, weights, rows, policy, **settings)
+        super().__init__(network, weights, rows, policy, wanted=wanted, **settings)
 
     def _tell(self, known: Sequence[Sequence[int]]) -> None:
         """Have the drafter read what no model will read again. One that needs hidden states does without."""
-        width = max(map(len, known))
-        if width == 0 or self._drafting.drafter.reads_hidden:
+        drafter, weights = self._drafting.drafter, self._drafting.weights
+        if drafter.reads_hidden:
             return
-        tokens = np.zeros((len(known), bucket(width, least=1)), np.int32)
-        for row, ids in enumerate(known):
-            tokens[row, : len(ids)] = ids
-        lengths = jnp.asarray([len(ids) for ids in known], jnp.int32)
-        self._memory = _told(
-            self._drafting.weights, self._memory, jnp.asarray(tokens), lengths, drafter=self._drafting.drafter
-        )
+        for piece, starts, ends in in_pieces(known, [()] * len(known)):
+            lengths = jnp.asarray(ends - starts, jnp.int32)
+            self._memory = _told(weights, self._memory, jnp.asarray(piece), lengths, drafter=drafter)
 
     @override
     def _read_piece(self, rows: Rows, left: Array, piece: Array, lengths: Array, wanted: Array) -> Any:
@@ -302,20 +301,24 @@ class SpeculativeGeneration(Generation):
 
     @override
     def _on_host(self, tokens: Any) -> np.ndarray:
-        """The rounds' tokens one after the other, row by row."""
-        if not isinstance(tokens, Drafted):
-            self._last = np.asarray(tokens)
-            return self._last
+        """The rounds' tokens one after the other, row by row. Once no row misses any, no more rounds are dispatched."""
+        self._last = self._in_rows(tokens) if isinstance(tokens, Drafted) else np.asarray(tokens)
+        self._missing -= np.sum(self._last != NOTHING, axis=0)
+        if not self._missing[self._running].any():
+            self.stop()
+        return self._last
+
+    def _in_rows(self, tokens: Drafted) -> np.ndarray:
         drafted = jax.tree.map(np.asarray, tokens)
         took_part = drafted.accepted >= 0
         self.counts.proposed += int(drafted.proposed[took_part].sum())
         for accepted in drafted.accepted[took_part].tolist():
             self.counts.by_accepted[accepted] += 1
         columns = [column[column != NOTHING] for column in drafted.tokens.reshape(-1, drafted.tokens.shape[2]).T]
-        self._last = np.full((max(map(len, columns)), len(columns)), NOTHING, np.int32)
+        rows = np.full((max(map(len, columns)), len(columns)), NOTHING, np.int32)
         for row, column in enumerate(columns):
-            self._last[: len(column), row] = column
-        return self._last
+            rows[: len(column), row] = column
+        return rows
 
     @override
     def halt(self, row: int, steps: int) -> None:
