@@ -19,6 +19,7 @@ from gdn_jax.evidence.metrics import max_rel
 from gdn_jax.state import state_nbytes
 from gdn_jax.window import window_nbytes
 from tests.support import decoders, tolerances
+from tests.support.deviceless import compile_for_h200
 from tests.test_decoder_state_values import ONLY_ATTENTION, ONLY_GDN, TINY, assert_same, numbers
 
 BATCH, CAPACITY = 3, 24
@@ -520,3 +521,32 @@ def test_a_window_is_committed_to_its_own_look():
     for wrong, window in ((state, second), (later, first)):
         operands = (MAIN.weights, wrong, window, ints([2, 2, 0]))
         refuses(StateMismatchError, "does not belong", commit_window, *operands, cfg=SMALL)
+
+
+# -- compiled for a GPU, without one --------------------------------------------------------------------------------
+
+
+def one_round(weights, state, tokens, accepted, *, cfg):
+    logits, state, window = verify_window(weights, state, tokens, cfg=cfg)
+    return logits, commit_window(weights, state, window, accepted, cfg=cfg)
+
+
+@pytest.mark.deviceless
+def test_a_round_of_the_27b_model_copies_no_state_and_no_window():
+    """Two periods of its layers, T = 4: S, history, keys and values in place; the window in temporary memory, once."""
+    whole = DECODERS["qwen3.5-27b"]
+    cfg = dataclasses.replace(whole, layer_types=whole.layer_types[:8], mlp_types=whole.mlp_types[:8])
+    state = decoder_state_shapes(cfg, batch=1, capacity=1024)
+    ids, counts = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((1, 4), (1,)))
+    program = jax.jit(one_round, static_argnames="cfg", donate_argnames="state")
+    compiled = compile_for_h200(program, abstract_decoder(cfg, tier="q4"), state, ids, counts, cfg=cfg)
+    memory, text = compiled.memory_analysis(), compiled.as_text()
+    assert memory.alias_size_in_bytes == sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
+    held = [(6, 1, 48, 128, 128), (6, 1, 3, 10240), (2, 1, 1024, 4, 256), (6, 4, 1, 10240), (6, 4, 1, 48)]
+    moved = "copy|copy-start|fusion|dynamic-update-slice"  # a fusion of nothing fills the new window with zeros
+    for shape in held:
+        named = rf"= f32\[{','.join(map(str, shape))}\]\S* "
+        assert re.search(named, text)
+        assert re.findall(rf"{named}(?:{moved})\([^)].*", text) == []
+    window = window_nbytes(cfg.gdn, layers=6, tokens=4, batch=1)
+    assert window <= memory.temp_size_in_bytes < window + 2**23
