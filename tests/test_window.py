@@ -549,4 +549,5 @@ def test_a_round_of_the_27b_model_copies_no_state_and_no_window():
         assert re.search(named, text)
         assert re.findall(rf"{named}(?:{moved})\([^)].*", text) == []
     window = window_nbytes(cfg.gdn, layers=6, tokens=4, batch=1)
-    assert window <= memory.temp_size_in_bytes < window + 2**23
+    attended = 4 * 4 * 24 * 128 * (256 + 2)  # the parts of four rows that full attention puts together
+    assert window <= memory.temp_size_in_bytes < window + attended + 2**21
