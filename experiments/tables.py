@@ -101,7 +101,7 @@ def chunk() -> Table:
     ours = ("µs", "per chunk", "TFLOP/s", "least by bytes, µs", "max_rel", "RMS error", "XLA, µs")
     yield "tokens", "batch", "precision", *ours, "FLA, µs", "jax-linear-attention, µs"
     # What was recorded before there was a backward pass is the forward pass alone.
-    lines = [{"backward": False, **line} for line in recorded("chunk")]
+    lines = [{"backward": False, **line} for line in recorded("chunk") if line.get("pieces", 1) == 1]
     names = ("tokens", "batch", "precision", "backward")
     for tokens, batch, precision, backward in dict.fromkeys(tuple(line[name] for name in names) for line in lines):
         case = {"tokens": tokens, "batch": batch, "precision": precision, "backward": backward}

@@ -17,6 +17,7 @@ from jax import lax
 from gdn_jax import delta, linear
 from gdn_jax.axes import Active, Array, Float32, Int32
 from gdn_jax.delta_backward import with_backward
+from gdn_jax.delta_pieces import in_pieces
 from gdn_jax.errors import UnsupportedError
 from gdn_jax.fence import fence
 from gdn_jax.gates import log_decay, write_strength
@@ -539,22 +540,22 @@ def delta_chunks(
     *,
     precision: str,
     implementation: str | None,
+    pieces: int = 1,
 ) -> tuple[Float32[Array, "T B H V"], Float32[Array, "B H K V"]]:
     """`delta.clean_chunks`, by the kernel where it takes them; "q8" concerns the layer's products alone.
 
     Under `grad` the kernel still computes o and S; the backward pass is that of `delta_backward`, in plain XLA.
+    `pieces`: of every sequence, at the same time; see `delta_pieces`.
     """
     precision = _chunk_precision(precision)
     choice = choose_delta_chunks(v, q.shape[2], q.shape[3], precision, implementation).implementation
     by_xla = functools.partial(delta.clean_chunks, precision=precision)
-    if choice == "xla":
-        return by_xla(s, q, k, v, beta, g)
-    interpret = choice == "interpret"
-    by_kernel = functools.partial(
-        chunk_kernels.delta_chunk, precision=precision, backend=None if interpret else choice, interpret=interpret
-    )
-    form = with_rules(by_kernel, by_xla, implementation)
-    return with_backward(form, precision=precision)(s, q, k, v, beta, g)
+    form = by_xla
+    if choice != "xla":
+        how = {"backend": choice} if choice != "interpret" else {"interpret": True}
+        by_kernel = functools.partial(chunk_kernels.delta_chunk, precision=precision, **how)
+        form = with_rules(by_kernel, by_xla, implementation)
+    return with_backward(in_pieces(form, pieces), precision=precision)(s, q, k, v, beta, g)
 
 
 def _chunk_precision(precision: str) -> str:

@@ -89,6 +89,16 @@ def test_each_case_comes_once_more_with_its_gradients(capsys, known_ceiling):
 
 
 @on_cpu
+def test_sequences_can_be_computed_in_pieces(capsys, known_ceiling):
+    arguments = ("--geometry", GEOMETRY, "--tokens", 130, "--precision", "exact", "--pieces", 2, "--json")
+    status, out, _ = run(capsys, *arguments)
+    [row] = json.loads(out)["sections"][0]["rows"]
+    assert status == 0
+    assert (row["case"], row["pieces"]) == ("130 tokens, 6 heads 32x16, in 2 pieces", 2)
+    assert row["command"].endswith("--pieces 2")
+
+
+@on_cpu
 def test_a_kernel_can_be_asked_for_by_name(capsys, known_ceiling):
     arguments = ("--geometry", "32,1,1,16,16,4", "--tokens", 3, "--precision", "exact", "--implementation", "interpret")
     status, out, _ = run(capsys, *arguments, "--json")

@@ -27,6 +27,7 @@ class Asked(NamedTuple):
     case: Sequences
     precision: str
     implementation: str
+    pieces: int
 
 
 def run(request: Request) -> Iterator[Row]:
@@ -70,13 +71,13 @@ def _measured(cases: list[Sequences], request: Request) -> Iterator[Row]:
         (case, precision): chunk_case.operands_of(case, precision) for case in cases for precision in request.precisions
     }
     asked = [
-        Asked(case, precision, name)
+        Asked(case, precision, name, request.pieces)
         for (case, precision), inputs in given.items()
         for name in _implementations(case, precision, inputs[3], request)
     ]
 
     def compiled(one: Asked) -> Programs:
-        rule = chunk_case.passes(_rule(one.precision, one.implementation), one.case)
+        rule = chunk_case.passes(_rule(*one[1:]), one.case)
         form = Form(rule=rule, inputs=given[one.case, one.precision])
         return chunk_case.compiled(form, one.case, request.effort)
 
@@ -95,7 +96,7 @@ def _implementations(case: Sequences, precision: str, v: object, request: Reques
     return tuple(dict.fromkeys((choice.implementation, request.implementation or "xla")))
 
 
-def _rule(precision: str, implementation: str) -> Callable[..., tuple[jax.Array, jax.Array]]:
+def _rule(precision: str, implementation: str, pieces: int = 1) -> Callable[..., tuple[jax.Array, jax.Array]]:
     """`ops.delta_chunks` of q, k and v that are bfloat16 at "bf16", as their producers in a layer may write them.
 
     It takes float32, which a compiler sees through where a kernel rounds at once; o is float32.
@@ -103,19 +104,20 @@ def _rule(precision: str, implementation: str) -> Callable[..., tuple[jax.Array,
 
     def rule(s, q, k, v, beta, g):
         q, k, v = (x.astype(jnp.float32) for x in (q, k, v))
-        return ops.delta_chunks(s, q, k, v, beta, g, precision=precision, implementation=implementation)
+        how = {"precision": precision, "implementation": implementation, "pieces": pieces}
+        return ops.delta_chunks(s, q, k, v, beta, g, **how)
 
     return rule
 
 
 def _row(one: Asked, programs: Programs, reference: chunk_case.Exact, request: Request) -> Row:
-    case, precision, _ = one
+    case, precision, _, pieces = one
     error, rms = chunk_case.errors(programs, reference, precision)
     bound = gate.BOUNDS[case.gate, precision]
     right = error <= bound
     return Row(
         subject="chunk",
-        case=str(case),
+        case=str(case) if pieces == 1 else f"{case}, in {pieces} pieces",
         batch=case.batch,
         implementation=programs.used,
         precision=precision,
@@ -124,5 +126,5 @@ def _row(one: Asked, programs: Programs, reference: chunk_case.Exact, request: R
         bound=bound,
         timing=chunk_case.timed(programs, request.effort) if right else None,
         note="" if right else "not timed: wrong result",
-        details={"rms_rel": rms, "rms_bound": gate.BOUNDS[f"{case.gate} rms", precision]},
+        details={"rms_rel": rms, "rms_bound": gate.BOUNDS[f"{case.gate} rms", precision], "pieces": pieces},
     )

@@ -14,7 +14,7 @@ __all__ = ["add_parser", "run"]
 _SUBJECTS = {"ceiling": (), "gemv": ("batch", "shapes", "precision", "implementation")}
 _SUBJECTS |= {"gemm": _SUBJECTS["gemv"]}
 _SUBJECTS |= {"delta": ("batch", "geometry", "implementation")}
-_SUBJECTS |= {"chunk": ("batch", "geometry", "tokens", "precision", "implementation", "backward")}
+_SUBJECTS |= {"chunk": ("batch", "geometry", "tokens", "precision", "implementation", "pieces", "backward")}
 _SUBJECTS |= {"layer": ("batch", "geometry", "layers", "precision", "implementation")}
 _MODEL = ("batch", "geometry", "precision", "implementation", "tier", "context", "tokens", "kv")
 _SUBJECTS |= {"decode": (*_MODEL, "no_parts"), "prefill": _MODEL, "speculation": _MODEL}
@@ -80,6 +80,9 @@ def add_parser(commands: Any) -> None:
     bench.add_argument("--kv", choices=("float32", "bfloat16"), help="decode, prefill: type of keys and values")
     bench.add_argument(
         "--no-parts", action="store_const", const=True, help="decode: the step alone, not what it consists of"
+    )
+    bench.add_argument(
+        "--pieces", type=positive, metavar="P", help="chunk: pieces of each sequence at a time, two passes (default 1)"
     )
     bench.add_argument(
         "--backward",

@@ -28,6 +28,8 @@ class Request:
     effort: Effort
     lengths: tuple[int, ...] = ()
     """Tokens of sequences; the subject that has them takes every combination with `batches`."""
+    pieces: int = 1
+    """Of every sequence, that are computed at the same time."""
     backward: bool = False
     """Whether to time sequences with their gradients too."""
     decoder: DecoderConfig | None = None

@@ -120,6 +120,7 @@ def _request(options: argparse.Namespace) -> Request:
         tokens=lengths[0],
         kv_dtype=options.kv or "float32",
         parts=not options.no_parts,
+        pieces=options.pieces or 1,
         backward=bool(options.backward),
     )
 

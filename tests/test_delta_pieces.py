@@ -1,0 +1,89 @@
+"""Pieces of a sequence at the same time: against float64 and one pass, with resets, gradients, kernels, odd sizes."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from gdn_jax import ops
+from gdn_jax.delta import CHUNK, clean_chunks
+from gdn_jax.delta_pieces import in_pieces
+from gdn_jax.evidence.metrics import rms_rel
+from tests.test_kernel_delta_chunk import operands, serial
+
+SIZES = (5 * CHUNK + 7, 3, 2, 4, 12, 20)
+"""T, B, G, H, K, V: an odd batch, K != V, H > G > 1, a ragged last chunk."""
+EXACT = 2e-6
+
+
+@functools.cache
+def compiled(pieces, precision="exact"):
+    return jax.jit(in_pieces(functools.partial(clean_chunks, precision=precision), pieces))
+
+
+@pytest.mark.parametrize("pieces", [3, 100])
+@pytest.mark.parametrize("kind", ["mixed", "none", "resets", "alike", "strong"])
+def test_pieces_agree_with_float64(pieces, kind):
+    """F4 … F7: also where each write takes back most of the one before, and across full resets."""
+    given = operands(*SIZES, kind=kind)
+    for got, want in zip(compiled(pieces)(*given), serial(*given), strict=True):
+        assert got.shape == want.shape
+        assert rms_rel(got, want) <= EXACT
+
+
+def test_rounded_operands_cost_no_more_in_pieces():
+    given = operands(*SIZES)
+    want = serial(*given)
+    one, several = (compiled(pieces, "bf16")(*given) for pieces in (1, 3))
+    for plain, cut, exact in zip(one, several, want, strict=True):
+        assert rms_rel(cut, exact) <= 1.1 * rms_rel(plain, exact)
+
+
+def test_a_reset_forgets_what_pieces_before_it_held():
+    """Not a bit behind it depends on S or on earlier pieces, however large."""
+    given = list(operands(*SIZES))
+    at = 3 * CHUNK + 5
+    given[5] = given[5].at[at].set(-np.inf)
+    o, s = compiled(3)(*given)
+    given[0], given[3] = 1e6 * given[0], given[3].at[:at].multiply(1e6)
+    new_o, new_s = compiled(3)(*given)
+    np.testing.assert_array_equal(new_o[at:], o[at:])
+    np.testing.assert_array_equal(new_s, s)
+
+
+@pytest.mark.parametrize("tokens", [1, CHUNK, CHUNK + 1])
+def test_there_are_no_more_pieces_than_chunks(tokens):
+    given = operands(tokens, *SIZES[1:])
+    one, several = compiled(1)(*given), compiled(7)(*given)
+    for got, want in zip(several, one, strict=True):
+        if tokens <= CHUNK:
+            np.testing.assert_array_equal(got, want)
+        else:
+            assert rms_rel(got, np.asarray(want, np.float64)) <= EXACT
+
+
+def test_gradients_are_those_of_one_pass():
+    given = operands(2 * CHUNK + 9, 1, 1, 2, 8, 8)
+
+    def total(pieces, *arrays):
+        o, s = ops.delta_chunks(*arrays, precision="exact", implementation="xla", pieces=pieces)
+        return jnp.sum(o * o) + jnp.sum(s * s)
+
+    one, several = (jax.jit(jax.grad(functools.partial(total, n), tuple(range(6))))(*given) for n in (1, 2))
+    for got, want in zip(several, one, strict=True):
+        assert rms_rel(got, np.asarray(want, np.float64)) <= EXACT
+
+
+@pytest.mark.parametrize("implementation", ["interpret", pytest.param(None, marks=pytest.mark.gpu)])
+def test_kernels_compute_pieces_too(implementation):
+    given = operands(2 * CHUNK + 9, 1, 1, 2, 16, 16)
+    how = {"precision": "exact", "implementation": implementation, "pieces": 3}
+    for got, want in zip(jax.jit(functools.partial(ops.delta_chunks, **how))(*given), serial(*given), strict=True):
+        assert rms_rel(got, want) <= EXACT
+
+
+def test_a_number_of_pieces_that_is_none():
+    with pytest.raises(ValueError, match="pieces must be at least 1, got 0"):
+        in_pieces(clean_chunks, 0)
