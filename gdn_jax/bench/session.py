@@ -179,7 +179,7 @@ def _title(subject: str, best: float | None, origin: dict[str, Any]) -> str:
 
 def _command_line(options: argparse.Namespace) -> str:
     """The command that gives these rows again; where they were written is left out."""
-    plain = ("geometry", "layers", "implementation", "seconds", "tier", "context", "kv")
+    plain = ("geometry", "layers", "implementation", "seconds", "tier", "context", "kv", "pieces")
     given = {name: getattr(options, name) for name in plain}
     for name in ("batch", "tokens"):
         values = getattr(options, name)
