@@ -95,7 +95,7 @@ def test_sequences_can_be_computed_in_pieces(capsys, known_ceiling):
     [row] = json.loads(out)["sections"][0]["rows"]
     assert status == 0
     assert (row["case"], row["pieces"]) == ("130 tokens, 6 heads 32x16, in 2 pieces", 2)
-    assert row["command"].endswith("--pieces 2")
+    assert "--pieces 2" in row["command"]
 
 
 @on_cpu
