@@ -526,6 +526,8 @@ def choose_delta_chunks(v: Any, key_heads: int, key_dim: int, precision: str, im
     tokens, batch, heads, value_dim = v.shape
     sizes = batch, tokens, key_heads, heads, key_dim, value_dim, _chunk_precision(precision)
     objections = {name: chunk_kernels.supported(*sizes, backend=name) for name in ("mosaic", "triton")}
+    if implementation is None and sizes[-1] == "exact":
+        objections["mosaic"] = objections["mosaic"] or "the exact tensor core form is taken by name alone"
     objections["interpret"] = chunk_kernels.supported(*sizes, interpret=True)
     return choose("delta_chunks", implementation, objections)
 

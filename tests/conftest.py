@@ -1,6 +1,7 @@
 """Settings of every test: signatures checked at run time, strict promotion, and marks that need special machines."""
 
 import importlib.util
+import os
 import pkgutil
 
 import jax
@@ -28,6 +29,9 @@ from gdn_jax import environment  # noqa: E402  (the hook must be in place first)
 
 # Bitwise comparisons are of programs, not of what the autotuner of the day prefers. Read when a backend starts.
 environment.make_reproducible()
+# Threads of XLA on a CPU, read when it starts: one that waits at a barrier of an interpreted Mosaic kernel keeps its
+# own, and with as few as two nothing may be left to run what it waits for.
+os.environ.setdefault("NPROC", str(max(8, os.cpu_count() or 1)))
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 

@@ -367,8 +367,7 @@ def test_the_check_for_spills_finds_some():
 
 @pytest.mark.deviceless
 def test_on_hopper_tensor_cores_are_programmed_directly_where_that_is_possible():
-    for precision, names in (("exact", ["triton"]), ("bf16", ["mosaic"])):
-        text = compiled(precision, backend=None, **BIG).as_text()
-        assert set(re.findall("triton|mosaic", "".join(re.findall(r'custom_call_target="([^"]+)"', text)))) == set(
-            names
-        )
+    for precision, key_dim, form in (("exact", 128, "triton"), ("bf16", 128, "mosaic"), ("bf16", 100, "triton")):
+        text = compiled(precision, backend=None, **BIG | {"K": key_dim}).as_text()
+        targets = "".join(re.findall(r'custom_call_target="([^"]+)"', text))
+        assert set(re.findall("triton|mosaic", targets)) == {form}

@@ -47,7 +47,7 @@ def delta_chunk(
         beta: float32 [T, B, H], write strength.
         g: float32 [T, B, H], log decay, at most 0.
         precision: "exact" or "bf16".
-        backend: "triton" or "mosaic" (tensor cores of sm_90, "bf16" only); chosen unless given.
+        backend: "triton" or "mosaic" (tensor cores of sm_90); chosen unless given.
         tile: how `scan` cuts the work; chosen unless given.
         interpret: run the Triton form's bodies in plain XLA, on any device.
 
@@ -68,7 +68,7 @@ def delta_chunk(
     if not isinstance(tile, _TILES[backend]):
         raise ValueError(f"backend {backend!r} takes a {_TILES[backend].__name__}, got {tile!r}")
     if isinstance(tile, MosaicTile):
-        return launch_mosaic(s, q, k, v, beta, g, tile=tile)
+        return launch_mosaic(s, q, k, v, beta, g, precision=precision, tile=tile)
     _check_tile(tile)
     return launch_triton(s, q, k, v, beta, g, precision=precision, tile=tile, interpret=interpret)
 
@@ -84,8 +84,10 @@ def choose_backend(
     *,
     interpret: bool = False,
 ) -> str:
-    """The form for operands of these sizes: tensor cores programmed directly where that is possible."""
+    """The form for operands of these sizes: at "bf16" tensor cores programmed directly, where that is possible."""
     sizes = batch, tokens, key_heads, value_heads, key_dim, value_dim
+    if precision == "exact":
+        return "triton"  # the other has not run on a card since its last change
     return "triton" if supported(*sizes, precision, backend="mosaic", interpret=interpret) else "mosaic"
 
 

@@ -26,6 +26,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
+from pallas_kernels.delta_chunk.pieces import INVERSE_SCALE, LEAST_LOG_DECAY, LOG_DECAY_SCALE, pieces, scales
 from pallas_kernels.delta_chunk.tuning import TritonTile
 from pallas_kernels.operands import ANYWHERE, next_power_of_two
 
@@ -41,12 +42,6 @@ _MOST_HEADS = 2**16 - 1
 """Programs along the second and third axis of a grid."""
 _WARPS = 4
 """Of a program of `_overlap` and `_solve`: with 8 there is room for half as many programs."""
-_LEAST_LOG_DECAY = -256.0
-"""exp of it is 0 in float32, as of all below; sums of it over a chunk stay finite."""
-_LOG_DECAY_SCALE = 2.0**7
-"""Brings what is at most `_LEAST_LOG_DECAY` in size well within the range of float16."""
-_INVERSE_SCALE = 2.0**4
-"""The same for an inverse, whose entries are at most 1 where keys have length 1 and beta ≤ 1."""
 
 
 class Operand(NamedTuple):
@@ -221,13 +216,13 @@ def _solve(operands, out, *, exact):
     of_keys = chunk, row, head // (g_ref.shape[2] // overlaps.keys.shape[2])
     token, inside = _range(chunk * _CHUNK, _CHUNK, g_ref.shape[0])
     beta, g = (_load(ref.at[token, row, head], inside) for ref in (beta_ref, g_ref))
-    g = jnp.maximum(g, _LEAST_LOG_DECAY)
+    g = jnp.maximum(g, LEAST_LOG_DECAY)
 
     i, j = (lax.broadcasted_iota(jnp.int32, (_CHUNK, _CHUNK), axis) for axis in (0, 1))
     # Every sum over the tokens after j up to i is taken over its own terms, as a product with a triangle of ones.
     g_after = jnp.where(i > j, g[:, None], 0.0)
     ones = Operand(((i >= j).astype(jnp.float16),))
-    decay = jnp.where(i >= j, jnp.exp(_dot(ones, _fixed(g_after, _LOG_DECAY_SCALE))), 0.0)
+    decay = jnp.where(i >= j, jnp.exp(_dot(ones, _fixed(g_after, LOG_DECAY_SCALE))), 0.0)
     from_start, to_end = jnp.sum(jnp.where(i >= j, g[None], 0.0), axis=1), jnp.sum(g_after, axis=0)
     for ref, vectors, log_decay in (
         (out.read, overlaps.k, from_start),
@@ -259,9 +254,9 @@ def _unit_lower_inverse(a, apart):
         return jnp.where((apart >= width) & (apart < 2 * width), a, 0.0)
 
     def double(level, inverse):
-        factor = _fixed(inverse, _INVERSE_SCALE)
-        corners = _dot(_fixed(below(1 << level), _INVERSE_SCALE), factor)
-        return inverse - _dot(factor, _fixed(corners, _INVERSE_SCALE))
+        factor = _fixed(inverse, INVERSE_SCALE)
+        corners = _dot(_fixed(below(1 << level), INVERSE_SCALE), factor)
+        return inverse - _dot(factor, _fixed(corners, INVERSE_SCALE))
 
     inverse = jnp.where(apart == 0, 1.0, 0.0) - below(1)
     return lax.fori_loop(1, _CHUNK.bit_length() - 1, double, inverse)
@@ -300,40 +295,21 @@ def _scan(operands, out, *, exact, block_v):
     plt.store(s_out_ref.at[state], s, mask=mask)
 
 
-def _rounded(x, pieces=1):
+def _rounded(x, count=1):
     """x in bfloat16 pieces of 8 bits: one rounds, three are all of a float32."""
-    return Operand(_pieces(x, pieces, jnp.bfloat16))
+    return Operand(pieces(x, count, jnp.bfloat16))
 
 
 def _fixed(x, factor):
     """x in two float16 pieces of 11 bits, after multiplication by a power of two."""
-    return Operand(_pieces(x * factor, 2, jnp.float16), jnp.float32(1 / factor))
+    return Operand(pieces(x * factor, 2, jnp.float16), jnp.float32(1 / factor))
 
 
-def _scaled(x, axis, pieces):
-    """x in float16 pieces of 11 bits, each row (axis 1) or column (axis 0) multiplied by a power of two of its own.
-
-    What is at least 2⁻¹⁴ of the largest element beside it keeps 11 bits per piece, and a sign; of what is smaller, no
-    more is lost than 2⁻³⁸ of that element.
-    """
+def _scaled(x, axis, count):
+    """x in float16 pieces of 11 bits, each row (axis 1) or column (axis 0) multiplied by a power of two of its own."""
     x = x.astype(jnp.float32)
-    largest = jnp.max(jnp.abs(x), axis=axis)
-    # By exponents, with their bias: the largest comes to lie between 2¹³ and 2¹⁴.
-    exponent = jnp.maximum(lax.bitcast_convert_type(largest, jnp.int32) >> 23, 14)
-    up, down = (
-        jnp.expand_dims(lax.bitcast_convert_type(e << 23, jnp.float32), axis)
-        for e in (2 * 127 + 13 - exponent, exponent - 13)
-    )
-    return Operand(_pieces(x * up, pieces, jnp.float16), down)
-
-
-def _pieces(x, count, dtype):
-    """x as a sum of so many arrays, each what those before have left, rounded."""
-    found = []
-    for _ in range(count):
-        found.append(x.astype(dtype))
-        x = x - found[-1].astype(x.dtype)
-    return tuple(found)
+    up, down = (jnp.expand_dims(scale, axis) for scale in scales(jnp.max(jnp.abs(x), axis=axis)))
+    return Operand(pieces(x * up, count, jnp.float16), down)
 
 
 def _dot(a, b):
