@@ -248,7 +248,7 @@ def test_a_peer_that_fails_is_a_line_and_not_the_end(capsys, monkeypatch):
         (["ceiling", "--shapes", "32x32"], "--shapes belongs to gemv, gemm, not to ceiling"),
         (["gemm", "--precision", "bf16,q8"], "--precision must be exact or bf16 for gemm, got bf16,q8"),
         (["gemv", "--precision", "bf16"], "--precision must be exact or q8 for gemv, got bf16"),
-        (["gemv", "--geometry", "27b"], "--geometry belongs to delta, chunk, layer, decode, prefill, not to gemv"),
+        (["gemv", "--geometry", "27b"], "--geometry belongs to delta, chunk, layer, decode, prefill, speculation, not"),
         (["delta", "--layers", "2"], "--layers belongs to layer"),
         (["delta", "--precision", "q8"], "--precision belongs to gemv, gemm, chunk, layer"),
         (["ceiling", "--batch", "1"], "--batch belongs to"),

@@ -155,9 +155,9 @@ def test_what_is_wrong_is_not_timed_and_fails_the_run(capsys, monkeypatch):
         (["prefill", "--tier", "f32", "--precision", "q8"], "precision must be one of exact, bf16 for weights of tier"),
         (["decode", "--geometry", "27b"], "geometry must be one of qwen3.5-0.8b"),
         (["decode", "--geometry", "40,2,6,12,20,4"], "divide by 32"),
-        (["layer", "--tier", "q4"], "--tier belongs to decode, prefill, not to layer"),
+        (["layer", "--tier", "q4"], "--tier belongs to decode, prefill, speculation, not to layer"),
         (["prefill", "--no-parts"], "--no-parts belongs to decode, not to prefill"),
-        (["gemv", "--kv", "bfloat16"], "--kv belongs to decode, prefill, not to gemv"),
+        (["gemv", "--kv", "bfloat16"], "--kv belongs to decode, prefill, speculation, not to gemv"),
         (["decode", "--layers", 2], "--layers belongs to layer, not to decode"),
     ],
 )

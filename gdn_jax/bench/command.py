@@ -64,20 +64,18 @@ def add_parser(commands: Any) -> None:
         help="not delta: exact (the default), q8; prefill: bf16 too; gemm, chunk: bf16, exact",
     )
     bench.add_argument("--implementation", metavar="NAME", help="instead of the one that the library would choose")
+    bench.add_argument("--tier", choices=("f32", "bf16", "q4"), help="whole models: form of the weights (default q4)")
     bench.add_argument(
-        "--tier", choices=("f32", "bf16", "q4"), help="decode, prefill: form of the weights (default q4)"
-    )
-    bench.add_argument(
-        "--context", type=positive, metavar="N", help="decode, prefill: room for N tokens a sequence (default 1024)"
+        "--context", type=positive, metavar="N", help="whole models: room for N tokens a sequence (default 1024)"
     )
     bench.add_argument(
         "--tokens",
         type=_integers,
         metavar="T[,T…]",
         help="decode: steps of a program (default 32); prefill: of a prompt (128); chunk: of sequences, any number of "
-        "lengths (512,4096,16384)",
+        "lengths (512,4096,16384); speculation: of windows, likewise (4,8)",
     )
-    bench.add_argument("--kv", choices=("float32", "bfloat16"), help="decode, prefill: type of keys and values")
+    bench.add_argument("--kv", choices=("float32", "bfloat16"), help="whole models: type of keys and values")
     bench.add_argument(
         "--no-parts", action="store_const", const=True, help="decode: the step alone, not what it consists of"
     )

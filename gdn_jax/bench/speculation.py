@@ -77,8 +77,7 @@ def _all(weights: Any, batch: int, precision: str, request: Request) -> Iterator
             )
         yield row
     if verdict.passed:
-        for tokens in request.lengths:
-            yield from _generated(weights, batch, precision, tokens, request)
+        yield from _generated(weights, batch, precision, request)
 
 
 def _step(named: Any, carry: Any, _: Any, weights: Any) -> Any:
@@ -134,8 +133,11 @@ def _timed(
     )
 
 
-def _generated(weights: Any, batch: int, precision: str, tokens: int, request: Request) -> Iterator[Row]:
-    """`Decoder.generate` without drafts, and with those of a script of which half the places, by chance, are right."""
+def _generated(weights: Any, batch: int, precision: str, request: Request) -> Iterator[Row]:
+    """`Decoder.generate` without drafts, and with those of a script of which half the places, by chance, are right.
+
+    Of every window one token is the pending one, all others are drafts.
+    """
     cfg = models.require_decoder(request)
     model = Decoder(
         cfg=cfg,
@@ -156,37 +158,45 @@ def _generated(weights: Any, batch: int, precision: str, tokens: int, request: R
         seconds = np.array([result.timings.decode_seconds for result in results[1:]])
         return results[0], Timing.between(seconds / (new - 1), np.zeros_like(seconds), new - 1)
 
-    plain, alone = answers(None)
-    script = np.concatenate([prompts, plain.tokens], axis=1)
-    right = np.random.default_rng(0).integers(0, 2, script.shape).astype(bool)
-    script = np.where(right, script, (script + 1) % cfg.vocab).astype(np.int32)
-    drafted, helped = answers(Drafting(ScriptDrafter(tokens - 1), jnp.asarray(script)))
-    same = bool(np.array_equal(plain.tokens, drafted.tokens))
-    counts = drafted.drafts
-    rounds = {"rounds": counts.rounds, "proposed": counts.proposed, "accepted": counts.accepted}
-    for name, timing, details, note in (
-        ("generate", alone, {}, f"{batch * 1e6 / alone.us:,.1f} tok/s"),
-        (
-            f"generate, half of {tokens - 1} drafts right",
-            helped,
-            {"speed_up": alone.us / helped.us, "same_tokens": same, **rounds},
-            f"{batch * 1e6 / helped.us:,.1f} tok/s, {alone.us / helped.us:.2f} times as fast; {counts.accepted} of "
-            f"{counts.proposed} accepted in {counts.rounds} rounds, {'the same' if same else 'OTHER'} tokens",
-        ),
-    ):
-        yield Row(
+    def row(name: str, timing: Timing, note: str, details: dict[str, Any], *, same: bool) -> Row:
+        rate = batch * 1e6 / timing.us
+        return Row(
             subject="speculation",
             case=f"{request.geometry} {name}",
             batch=batch,
             implementation=request.implementation or "chosen",
             precision=precision,
             nbytes=models.moved(request, batch),
-            # The gate of this row: no token may differ.
+            # The gate of these rows: no token may differ.
             max_rel=0.0 if same else 1.0,
             bound=0.0,
             timing=timing,
-            note=note,
-            details=_settings(request) | {"tok_per_s": batch * 1e6 / timing.us} | details,
+            note=f"{rate:,.1f} tok/s{note}",
+            details=_settings(request) | {"tok_per_s": rate} | details,
+        )
+
+    plain, alone = answers(None)
+    yield row("generate", alone, "", {}, same=True)
+    script = np.concatenate([prompts, plain.tokens], axis=1)
+    right = np.random.default_rng(0).integers(0, 2, script.shape).astype(bool)
+    script = np.where(right, script, (script + 1) % cfg.vocab).astype(np.int32)
+    for drafts in (tokens - 1 for tokens in request.lengths):
+        drafted, helped = answers(Drafting(ScriptDrafter(drafts), jnp.asarray(script)))
+        same = bool(np.array_equal(plain.tokens, drafted.tokens))
+        counts, speed_up = drafted.drafts, alone.us / helped.us
+        yield row(
+            f"generate, half of {drafts} drafts right",
+            helped,
+            f", {speed_up:.2f} times as fast; {counts.accepted} of {counts.proposed} accepted in {counts.rounds} "
+            f"rounds, {'the same' if same else 'OTHER'} tokens",
+            {
+                "speed_up": speed_up,
+                "same_tokens": same,
+                "rounds": counts.rounds,
+                "proposed": counts.proposed,
+                "accepted": counts.accepted,
+            },
+            same=same,
         )
 
 

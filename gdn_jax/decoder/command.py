@@ -118,8 +118,7 @@ def _generate(options: argparse.Namespace) -> int:
     tokenizer = _tokenizer(options)
     sampling = _sampling(options)
     prompt = _encoded(sys.stdin.read() if options.prompt == "-" else options.prompt, tokenizer, options)
-    if options.speculate is None and options.draft_tokens is not None:
-        raise ValueError("--draft-tokens belongs to --speculate")
+    _check_drafting(options)
     decoder = _load(options, tokenizer, mtp=options.speculate == "mtp")
     draft = _draft(options, decoder)
     result = decoder.generate(
@@ -143,6 +142,13 @@ def _generate(options: argparse.Namespace) -> int:
     return _INTERRUPTED if interrupted else 0
 
 
+def _check_drafting(options: argparse.Namespace) -> None:
+    if options.speculate is None and options.draft_tokens is not None:
+        raise ValueError("--draft-tokens belongs to --speculate")
+    if options.speculate not in (None, "ngram", "mtp") and not Path(options.speculate).exists():
+        raise FileNotFoundError(f"--speculate must be ngram, mtp or the path of a model, got {options.speculate!r}")
+
+
 def _draft(options: argparse.Namespace, decoder: "Decoder") -> "Drafting | None":
     from gdn_jax.decoder import drafters
 
@@ -153,17 +159,16 @@ def _draft(options: argparse.Namespace, decoder: "Decoder") -> "Drafting | None"
         return drafters.draft_by_ngrams(count)
     if options.speculate == "mtp":
         return drafters.draft_by_mtp(decoder, count)
-    path = Path(options.speculate)
-    if not path.exists():
-        raise FileNotFoundError(f"--speculate must be ngram, mtp or the path of a model, got {options.speculate!r}")
     # Its tokens come as ids, and go into the other model's vocabulary, which is checked.
-    return drafters.draft_by_model(_read(options, path, decoder.tokenizer, mtp=False), count)
+    smaller = _read(options, Path(options.speculate), decoder.tokenizer, mtp=False)
+    return drafters.draft_by_model(smaller, count)
 
 
 def _speed_up(decoder: "Decoder", sampling: "SamplingParams", result: "GenerateResult") -> float | None:
-    """How many times as fast as without drafts, which is measured on the tokens that would come next."""
+    """How many times as fast as without drafts, which is measured on the tokens that would come next, if they fit."""
     fast = result.timings.steady_tokens_per_second
-    if fast is None:
+    held = int(result.state.state.position[0]) + 1
+    if fast is None or (decoder.capacity is not None and held + _PLAIN_TOKENS > decoder.capacity):
         return None
     plain = decoder.generate(
         [[]], max_new_tokens=_PLAIN_TOKENS, sampling=sampling, ignore_eos=True, state=result.state

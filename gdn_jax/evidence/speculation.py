@@ -40,8 +40,12 @@ def run(name: str, model: Decoder, options: Options) -> Iterator[Section]:
     """A table of drafts and what they changed, and one of the states layer by layer.
 
     Passes when every token is the same, and S and the convolution's history of every layer within the bound.
+
+    Raises:
+        ValueError: so few tokens that some number of accepted proposals would not occur.
     """
-    prompts = [_prompt(row, size, model.cfg.vocab) for row, size in enumerate(_PROMPTS)]
+    _check_patterns(options)
+    prompts = [_prompt(row, size, model) for row, size in enumerate(_PROMPTS)]
     rows, worst = [], None
     for how, sampling in (("greedy", GREEDY), ("sampled", _SAMPLED)):
         plain = _continued(model, prompts, sampling, options, None)
@@ -61,8 +65,10 @@ def run(name: str, model: Decoder, options: Options) -> Iterator[Section]:
     yield Section("speculation_state", title, ("layer", "max_rel", "passed"), layers, all(row[-1] for row in layers))
 
 
-def _prompt(row: int, size: int, vocab: int) -> list[int]:
-    return np.floor(recipe.uniform(f"speculation/{row}", (size,), 0.0, float(vocab))).astype(int).tolist()
+def _prompt(row: int, size: int, model: Decoder) -> list[int]:
+    """Token ids, but none that stands for an image."""
+    text = np.setdiff1d(np.arange(model.cfg.vocab), sorted(model.vision))
+    return text[np.floor(recipe.uniform(f"speculation/{row}", (size,), 0.0, float(text.size))).astype(int)].tolist()
 
 
 def _continued(
@@ -81,15 +87,38 @@ def _drafts(
     script = np.full((len(prompts), max(map(len, prompts)) + options.tokens), -1, np.int32)
     for row, prompt in enumerate(prompts):
         script[row, : len(prompt) + options.tokens] = [*prompt, *plain.tokens[row].tolist()]
-    # Runs of right places of every length up to `size`, apart by one wrong place or by two.
-    runs = [place for length in range(size + 1) for place in (*(True,) * length, False)]
-    right = np.resize([*runs, False, *reversed(runs)], script.shape)
+    right = _right_places(script.shape, size)
     wrong = np.where(script >= 0, (script + 1) % vocab, script)
     yield "some right", Drafting(ScriptDrafter(size), jnp.asarray(np.where(right, script, wrong)))
     if everything:
         yield "all right", Drafting(ScriptDrafter(size), jnp.asarray(script))
         yield "all wrong", Drafting(ScriptDrafter(size), jnp.asarray(wrong))
         yield "prompt lookup", draft_by_ngrams(size)
+
+
+def _right_places(shape: tuple[int, int], size: int) -> np.ndarray:
+    """Runs of right places of every length up to `size`, apart by one wrong place or by two."""
+    runs = [place for length in range(size + 1) for place in (*(True,) * length, False)]
+    return np.resize([*runs, False, *reversed(runs)], shape)
+
+
+def _check_patterns(options: Options) -> None:
+    """Play the rounds of the script, whose outcome depends on its places alone."""
+    size = options.draft_tokens
+    places = _right_places((len(_PROMPTS), max(_PROMPTS) + options.tokens), size)
+    met = set()
+    for row, first in zip(places, _PROMPTS, strict=True):
+        at, last = first, first + options.tokens - 1
+        while at < last:
+            proposed = row[at + 1 : at + 1 + min(size, last - at - 1)]
+            accepted = int(np.cumprod(proposed).sum())
+            met.add(accepted)
+            at += accepted + 1
+    if len(met) <= size:
+        raise ValueError(
+            f"{options.tokens} tokens are too few for every number of accepted proposals from 0 to {size} to occur: "
+            "take more tokens, or fewer proposals at a time"
+        )
 
 
 def _row(
