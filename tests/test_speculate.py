@@ -588,7 +588,7 @@ def test_a_prompt_lookup_that_makes_no_sense_is_refused(error, words, numbers):
 ROOM, BATCH, NEW = 640, 3, 60
 TOKENS = np.random.default_rng(1).integers(4, TINY.vocab, 64).tolist()
 IDS = [TOKENS[:3], TOKENS[3:20], TOKENS[20:29]]
-SPECULATED_STATE = 1e-6  # measured 3.3e-7, by JAX 0.12 5.6e-7: S, history, keys and values after up to 623 tokens
+SPECULATED_STATE = 3e-6  # measured 3.3e-7, by JAX 0.12 1.3e-6: S, history, keys and values after up to 623 tokens
 ALIKE = SamplingParams(temperature=1.1, top_p=0.9, repetition_penalty=1.1, seed=(4, 5, 6))
 EITHER = pytest.mark.parametrize("sampling", [GREEDY, ALIKE], ids=["greedy", "drawn"])
 
