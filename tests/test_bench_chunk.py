@@ -69,6 +69,7 @@ def test_every_length_and_peer_has_a_row(capsys, tmp_path, known_ceiling):
     assert "70 tokens, 6 heads 32x16" in out
 
 
+@pytest.mark.slow
 @on_cpu
 def test_each_case_comes_once_more_with_its_gradients(capsys, known_ceiling):
     arguments = ("--geometry", GEOMETRY, "--tokens", 70, "--precision", "exact", "--backward", "--peers")

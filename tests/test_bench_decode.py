@@ -119,6 +119,7 @@ def test_decode_with_its_parts(capsys, monkeypatch, tmp_path, green, no_cache):
     assert sum(row["layers"] * row["nbytes"] for row in parts) == step["nbytes"]
 
 
+@pytest.mark.slow
 @on_cpu
 def test_prefill_behind_its_gate(capsys, monkeypatch):
     monkeypatch.setattr(models, "hybrid", lambda _: a_small_attention_model())

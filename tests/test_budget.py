@@ -27,6 +27,7 @@ def tables():
     return sections(geometry=GEOMETRY, tokens=6, stack=6)
 
 
+@pytest.mark.slow
 def test_every_tap_is_listed_and_the_gates_differ_in_nothing(tables):
     rows = {row["tap"]: row for row in cells(tables["operators"])}
     assert set(rows) == {"XC", "XCV", "Z", "Q", "K", "A", "B", "BETA", "G", "ON", "ONN", "OUT", "S", "HIST"}

@@ -59,6 +59,7 @@ def test_check_of_4_bit_weights(capsys, tmp_path, quantiser):
         assert status == 0, out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", MODELS)
 def test_check_of_a_model_saved_by_transformers(capsys, model):
     status, out, _ = run(capsys, "check", "--model", str(FIXTURES / model), "--layer", "3", "--batch", "2")

@@ -90,6 +90,7 @@ def source(tmp_path_factory):
 # --- routes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", MODELS)
 def test_models_of_transformers_keep_every_bit(tmp_path, model):
     expected = values(FIXTURES / model)
@@ -601,6 +602,7 @@ sys.exit(status)
 """
 
 
+@pytest.mark.slow
 def test_memory_is_bounded_by_the_largest_tensor(tmp_path):
     """180 MB, most of it two tensors: 1.5 times the largest one and 500 MB."""
     changes = {"hidden_size": 1024, "linear_value_head_dim": 128, "linear_key_head_dim": 128, "vocab_size": 40_000}

@@ -61,6 +61,7 @@ def played(name):
     return np.asarray(jnp.stack(logits)), before, state
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_logits_and_greedy_tokens_equal_transformers(name):
     golden = decoders.golden(name)
@@ -72,6 +73,7 @@ def test_logits_and_greedy_tokens_equal_transformers(name):
     np.testing.assert_array_equal(logits[golden.prompt - 1 : -1].argmax(-1), golden.ids[golden.prompt :])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_prompts_at_once_equal_transformers(name):
     """A row for every token whose logits are known, which is the last of a prompt of its own."""
@@ -133,6 +135,7 @@ def filled(lengths, tokens=None):
     return decoders.prefill(decoders.small(), fresh(), jnp.asarray(tokens), cfg=SMALL, lengths=lengths)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lengths", [(12, 0, 1), (11, 2, 3), (10, 7, 4)])
 def test_prefill_is_steps(lengths):
     """Of every length from none to all, those shorter than the convolution is wide too. More in test_decoder_prompt."""
@@ -230,6 +233,7 @@ def as_float32(weights):
     return jax.tree.map(widen, weights, is_leaf=lambda leaf: isinstance(leaf, Q4Tensor | Q4Projections))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("tier", "bound"), [("bf16", tolerances.DECODER_BF16), ("q4", tolerances.DECODER_Q4)])
 def test_a_tier_equals_float32_on_the_weights_it_stands_for(tier, bound):
     weights = decoders.small(tier)
@@ -271,6 +275,7 @@ ATTENTION = dataclasses.replace(
 )
 
 
+@pytest.mark.slow
 def test_the_kernels_hand_on_attention_in_limbs_and_a_full_row_is_refused():
     _, weights = held(ATTENTION, tier="q4")
     states = {name: init_decoder_state(ATTENTION, batch=2, capacity=3) for name in ("xla", "interpret")}
@@ -356,6 +361,7 @@ GEOMETRIES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", GEOMETRIES)
 def test_any_geometry_equals_the_float64_oracle(name):
     cfg = GEOMETRIES[name]

@@ -115,6 +115,7 @@ def rows(state, which):
 # ----------------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_prompts_of_unequal_lengths_are_steps(name):
     """Of none, one, fewer than the convolution is wide, and around a chunk: logits, S, history, keys and values."""
@@ -122,6 +123,7 @@ def test_prompts_of_unequal_lengths_are_steps(name):
     check(at_once(fresh(cfg), ids_of(cfg), cfg=cfg), steps_of(cfg))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tokens", [1, 3, 63])
 def test_prompts_of_any_length_are_steps(tokens):
     """Programs of their own, without padding."""
@@ -150,6 +152,7 @@ def test_steps_go_on_where_prompts_end():
         assert max_rel(logits[row], want[row]) <= tolerances.DECODER_PROMPT, f"row {row}"
 
 
+@pytest.mark.slow
 def test_a_row_alone_is_the_row_in_a_batch():
     logits, state = at_once(fresh(TINY), cfg=TINY)
     alone, alone_state = at_once(fresh(TINY, batch=1), IDS[:1], LENGTHS[:1], TINY)
@@ -172,6 +175,7 @@ def test_no_tokens():
     chex.assert_trees_all_equal(state, fresh())
 
 
+@pytest.mark.slow
 def test_4_bit_weights():
     found, lengths = at_once(fresh(TINY), cfg=TINY, tier="q4"), jnp.asarray(LENGTHS)
     check(found, by_steps(weights_of(TINY, "q4"), fresh(TINY), jnp.asarray(IDS), lengths, cfg=TINY))
@@ -344,6 +348,7 @@ def test_large_scores_do_not_overflow(operands):
 # ----------------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tier", ["f32", "q4"])
 def test_bf16_is_near_exact(tier):
     """Logits and every part of the state, RMS-relative; coarser than exact, and wrong by no operator."""
@@ -367,6 +372,7 @@ def test_bf16_is_for_prompts():
 # ----------------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_gradients_are_those_of_steps():
     """Of logits, keys and values, for lengths 5, 0 and 2; those of GDN layers are in `test_prefill`."""
     tokens, lengths = jnp.asarray(IDS[:3, :5]), jnp.asarray([5, 0, 2], jnp.int32)

@@ -84,6 +84,7 @@ def errors(got, want):
 # ---------------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("case", "kind", "part"),
     [
@@ -105,6 +106,7 @@ def test_error_is_at_most_twice_that_of_the_serial_form(case, kind, part):
     assert max(errors(found(case, *at), exact)) <= 2 * max(errors(gradient_of(by_steps)(*at), exact))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["full writes", "none", "alike"])
 def test_keys_much_shorter_than_a_chunk_lose_what_the_chunked_form_loses(kind):
     """The serial form then forgets its own roundings within a chunk. The chunked one sums them, forwards and back."""
@@ -206,6 +208,7 @@ def check(got, want, bound=tolerances.CHUNK_GRADIENT):
     assert max(errors(jax.tree.leaves(got), [np.asarray(x) for x in jax.tree.leaves(want)])) <= bound
 
 
+@pytest.mark.slow
 def test_vmap_is_a_loop():
     """F57."""
     given, gradient = [operands(*SMALL[:-1], seed=seed) for seed in range(3)], loss_gradient(SMALL_FORM)
@@ -236,6 +239,7 @@ def test_forward_mode_is_refused():
         jax.jit(lambda given: jax.jvp(SMALL_FORM, given, given)).lower(given)
 
 
+@pytest.mark.slow
 def test_a_kernel_has_the_same_backward_pass_and_keeps_its_own_values():
     """Even one that was asked for by name."""
     given, cotangents = point(SMALL)
@@ -246,6 +250,7 @@ def test_a_kernel_has_the_same_backward_pass_and_keeps_its_own_values():
     assert 1e-3 < max(errors(jax.jit(pull)(cotangents), truth(given, cotangents))) <= BF16_RMS
 
 
+@pytest.mark.slow
 def test_memory_of_a_long_sequence_is_a_small_part_of_what_autodiff_takes():
     """Per token: autodiff keeps the same however long the sequence, this keeps S once in a span. Measured: 1/15."""
 

@@ -120,6 +120,7 @@ def by_hand(prompt, wanted, sampling=GREEDY, row=0):
 # The loop on the device
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sampling", [GREEDY, DRAWING, dataclasses.replace(GREEDY, repetition_penalty=1.5)])
 def test_rows_are_what_single_steps_give(sampling):
     tokens, rows = run(PROMPTS, sampling=sampling)
@@ -128,6 +129,7 @@ def test_rows_are_what_single_steps_give(sampling):
     assert rows.state.position.tolist() == [len(prompt) + 12 for prompt in PROMPTS]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sampling", [GREEDY, DRAWING])
 def test_neither_the_batch_nor_the_size_of_blocks_changes_a_row(sampling):
     wanted, rows = run(PROMPTS, sampling=sampling)
@@ -234,6 +236,7 @@ def test_logits_that_are_not_finite_are_an_error_that_names_the_row():
         list(generation([[1], [2], [49, 6], [3]], weights=WEIGHTS.at[6].set(3e38)))
 
 
+@pytest.mark.slow
 def test_prompts_are_padded_to_powers_of_two_and_fed_in_pieces(monkeypatch):
     widths = []
     real = generate.feed
@@ -378,6 +381,7 @@ def free(model):
     return model.generate(IDS, max_new_tokens=60, ignore_eos=True)
 
 
+@pytest.mark.slow
 def test_greedy_tokens_are_those_of_transformers(model):
     with np.load(FIXTURES / "qwen3_5-f32" / "logits_golden.npz") as golden:
         ids, prompt = golden["ids"], int(golden["prompt"])

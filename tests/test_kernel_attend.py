@@ -243,6 +243,7 @@ def test_large_scores_do_not_overflow(interpret):
     np.testing.assert_allclose(o[0], jax.nn.sigmoid(x.q[0, 0, 4:]), rtol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("limbs", "geometry"), [(1, SMALL), (3, SMALL), (3, WIDE)])
 def test_limbs_are_those_of_the_output_in_float32(interpret, limbs, geometry):
     x = operands(geometry)

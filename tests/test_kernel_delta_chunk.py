@@ -112,6 +112,7 @@ def check(got, want, bound):
 # -- values ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 def test_exact_is_as_good_as_the_plain_form(run, sizes):
     """F10, F12, F14, F27."""
@@ -145,6 +146,7 @@ def test_keys_alike_and_full_writes(run, kind):
         check(run(*arrays, precision=precision), exact_answer(KINDS, kind), bound)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("T", "kind"), [(2048, "alike"), (2048, "none"), (16384, "weak")])
 def test_long_sequences(run, T, kind):
     sizes = (T, 1, 1, 2, 12, 20)

@@ -192,6 +192,7 @@ def plainly(x, layer, tokens):
 # -- values ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("geometry", GEOMETRIES, ids=str)
 def test_a_look_agrees_with_float64_and_changes_nothing(interpret, geometry):
     x = operands(geometry)
@@ -256,6 +257,7 @@ def convolved(history, xc, weight, *, interpret):
     return out[: xc.size].reshape(xc.shape)
 
 
+@pytest.mark.slow
 def test_a_window_has_the_bits_of_single_steps(interpret):
     """F36: the outputs of a look, and S after a fold, are those of as many `delta_layer_step`s.
 

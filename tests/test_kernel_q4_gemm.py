@@ -155,6 +155,7 @@ CASES = [  # N, I, M, pieces, tile
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("rows", "columns", "tokens", "pieces", "tile"), CASES)
 def test_against_float64(run, rows, columns, tokens, pieces, tile):
     q, x = stack(rows, columns), activations((tokens, columns))
@@ -167,6 +168,7 @@ def test_against_float64(run, rows, columns, tokens, pieces, tile):
         assert_close(y, oracle(q, x))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pieces", [1, 2, 3])
 def test_the_error_is_that_of_rounding_x(run, pieces):
     """An element of y by the sum of its terms' magnitudes.

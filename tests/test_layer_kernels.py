@@ -71,6 +71,7 @@ def test_a_float32_layer_on_the_kernels_agrees_with_float64(case, name):
     assert_same_bits(scanned[:2], traced[:2])
 
 
+@pytest.mark.slow
 @every_q4_case
 @on_kernels
 def test_a_4_bit_layer_on_the_kernels_is_as_near_to_float64_as_plain_xla(case, name):
@@ -109,6 +110,7 @@ def test_what_is_chosen_on_a_card_is_as_near_to_float64_as_plain_xla(batch):
     check_against_float64(case, None)
 
 
+@pytest.mark.slow
 @on_kernels
 def test_8_bit_activations_are_those_of_xla(name):
     case = Q4_CASES[0]
@@ -117,6 +119,7 @@ def test_8_bit_activations_are_those_of_xla(name):
     assert cases.token_errors(scanned.ys, want.ys).max() <= 3e-2  # a value at a tie may fall to either side
 
 
+@pytest.mark.slow
 @on_kernels
 @pytest.mark.parametrize("tier", ["f32", "q4"])
 def test_a_stack_gives_the_bits_of_its_layers_and_leaves_the_others_alone(name, tier):

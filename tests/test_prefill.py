@@ -219,6 +219,7 @@ def test_4_bit_weights(packed):
     assert rms_rel(state.S[1], want.S) <= tolerances.PREFILL
 
 
+@pytest.mark.slow
 def test_a_stack_with_8_bit_activations(packed):
     """Coarser than exact, and near to its own layer alone: any other layer's output has nothing to do with it."""
     other = jax.tree.map(lambda leaf: leaf[::-1], packed)
@@ -229,6 +230,7 @@ def test_a_stack_with_8_bit_activations(packed):
     assert_same_bits(layers_of(q8[1], [0, 2]), layers_of(exact[1], [0, 2]))
 
 
+@pytest.mark.slow
 def test_bf16_is_near_exact(packed):
     """4-bit and float32 weights: S, the history, gates and norms stay float32."""
     for w in (packed, cases.weights(Q4_CASE.cfg)):
@@ -270,6 +272,7 @@ def test_kernels_asked_for_by_name_refuse_what_they_have_no_rule_for(packed, tra
         transformed(total)(xs if transformed is jax.grad else xs[None])
 
 
+@pytest.mark.slow
 def test_gradients_are_those_of_scan():
     """F57: with respect to weights, state and inputs; NaN in the padding reaches none of them."""
     lengths = np.array([4, 2], np.int32)

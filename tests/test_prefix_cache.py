@@ -73,6 +73,7 @@ PAIRS = [
 DRAWING = gdn.SamplingParams(temperature=1.5, top_p=0.9, repetition_penalty=1.3, seed=(5, 6))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sampling", [gdn.SamplingParams(temperature=0.0), DRAWING], ids=["greedy", "drawn"])
 def test_tokens_are_those_without_a_cache(cache, sampling):
     """Rows of one batch know more or less of their prompts; penalties know all that was consumed."""

@@ -54,6 +54,7 @@ def test_rows_are_those_of_the_matrix_it_stands_for(tier, rows, monkeypatch):
     assert rms_rel(multiplied(STACKS[tier], x), want) <= tolerances.PROJECTION
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["exact", "q8"])
 def test_rows_by_the_kernel_are_those_of_xla(precision):
     """More of them than one launch takes, the last launch in part; and of two matrices at once."""

@@ -11,6 +11,7 @@ from tests.support.paths import FIXTURES, Q4ABLE
 SOURCE = FIXTURES / Q4ABLE
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("quantiser", ["absmax", "q4_0", "mse"])
 def test_every_route_gives_the_same_q4_layers(tmp_path, quantiser):
     routes = {

@@ -489,6 +489,7 @@ def likelihoods():
     return first[0, 0][:, None, None], second[:, 0][:, :, None], third
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("probabilities", [np.eye(FEW)[5], np.arange(1.0, FEW + 1) / 36], ids=["one", "some"])
 def test_tokens_have_the_distribution_of_the_model_and_acceptance_its_probability(probabilities):
     """The proposal after t_0 is accepted with p(d | t_0), summed over how often d is proposed."""

@@ -178,6 +178,7 @@ print(json.dumps([state.state.position.tolist(), go_on(state, 5)]))
 """
 
 
+@pytest.mark.slow
 def test_another_process_goes_on_at_the_exact_token(tmp_path):
     """F39: rows of unequal length, one shorter than the convolution is wide; no new token is needed to go on."""
     prompts = [[5, 17, 9, 60, 3], [8]]
@@ -329,6 +330,7 @@ save(sys.argv[1], 2)
 """
 
 
+@pytest.mark.slow
 def test_a_save_that_is_killed_leaves_the_one_before_and_does_not_stand_in_the_way(tmp_path):
     """In the middle of the manifest: its beginning is there, and the arrays are."""
     save(tmp_path / "state", 1)

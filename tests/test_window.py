@@ -289,6 +289,7 @@ def test_many_windows_share_a_program():
 # Other models and windows
 
 
+@pytest.mark.slow
 def test_kernels_pass_4_bit_products_their_operands_in_limbs():
     """One sequence, since interpreted kernels are compiled row by row."""
     case = Case(LIMBS, 2, "q4", implementation="interpret", batch=1)
