@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import pathlib
 import pkgutil
 
 import jax
@@ -34,6 +35,21 @@ environment.make_reproducible()
 os.environ.setdefault("NPROC", str(max(8, os.cpu_count() or 1)))
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
+
+
+_MAPPINGS = pathlib.Path("/proc/self/maps")
+_MOST_MAPPINGS = 20_000
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _programs_are_let_go():
+    """Linux grants a process 65,530 mappings of memory, and a compiled program takes about six of them for good.
+
+    Some thousand tests of one process would use them up, and the compiler then dies.
+    """
+    yield
+    if _MAPPINGS.exists() and _MAPPINGS.read_bytes().count(b"\n") > _MOST_MAPPINGS:
+        jax.clear_caches()
 
 
 def pytest_collection_modifyitems(items):
