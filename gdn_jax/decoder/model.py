@@ -30,6 +30,7 @@ __all__ = [
     "hidden_piece",
     "hidden_step",
     "logits_of",
+    "marked_logits",
     "prefill_tokens",
     "read_piece",
     "through_layers",
@@ -110,7 +111,7 @@ def _decode_step(
     wanted = jnp.ones_like(tokens, bool) if active is None else active
     writes = wanted & acceptable(tokens, state.position, state, settings.cfg)
     hidden, state = hidden_step(weights, state, tokens, writes, settings)
-    return _marked(logits_of(weights, hidden, settings), wanted, writes), state
+    return marked_logits(logits_of(weights, hidden, settings), wanted, writes), state
 
 
 class Read(NamedTuple):
@@ -137,7 +138,7 @@ def read_piece(
     last = jnp.maximum(taken - 1, 0)
     logits = logits_of(weights, jnp.take_along_axis(hidden, last[:, None, None], axis=1)[:, 0], settings)
     wanted = lengths > 0
-    return Read(_marked(logits, wanted, wanted & (taken == lengths)), state, hidden)
+    return Read(marked_logits(logits, wanted, wanted & (taken == lengths)), state, hidden)
 
 
 def acceptable_lengths(
@@ -225,7 +226,7 @@ def acceptable(tokens: Array, places: Array, state: DecoderState, cfg: DecoderCo
     return (tokens >= 0) & (tokens < cfg.vocab) & (places < state.capacity)
 
 
-def _marked(logits: Array, wanted: Array, written: Array) -> Array:
-    """0 in the rows that were not wanted, NaN in those that were and could not be."""
+def marked_logits(logits: Array, wanted: Array, written: Array) -> Array:
+    """Logits [..., vocab], but 0 where a token was not wanted, and NaN where it was and could not be written."""
     otherwise = jnp.where(wanted, jnp.float32(jnp.nan), jnp.float32(0))
-    return jnp.where(written[:, None], logits, otherwise[:, None])
+    return jnp.where(written[..., None], logits, otherwise[..., None])

@@ -23,7 +23,7 @@ from gdn_jax.decoder.attention import Cache
 from gdn_jax.decoder.block import Settings
 from gdn_jax.decoder.border import check_decode, check_lengths
 from gdn_jax.decoder.config import DecoderConfig
-from gdn_jax.decoder.model import acceptable_lengths, embed, logits_of, through_layers
+from gdn_jax.decoder.model import acceptable_lengths, embed, logits_of, marked_logits, through_layers
 from gdn_jax.decoder.state import DecoderState, check_decoder_state
 from gdn_jax.decoder.weights import DecoderWeights, check_decoder_weights
 from gdn_jax.errors import StateMismatchError, UnsupportedError
@@ -177,10 +177,8 @@ def view_window(
     logits = logits_of(weights, hidden, settings)
     logits, hidden = (jnp.swapaxes(rows.reshape(count, batch, -1), 0, 1) for rows in (logits, hidden))
     wanted, written = (index[None] < ends[:, None] for ends in (lengths, taken))
-    otherwise = jnp.where(wanted, jnp.float32(jnp.nan), jnp.float32(0))
-    logits = jnp.where(written[..., None], logits, otherwise[..., None])
     state = DecoderState(state.gdn, cache.keys, cache.values, state.position)
-    return logits, state, Window(memory, taken, hidden, _witness(state, taken))
+    return marked_logits(logits, wanted, written), state, Window(memory, taken, hidden, _witness(state, taken))
 
 
 def take_window(weights: Any, state: Any, window: Window, accepted: Int32[Array, "B"], settings: Settings) -> Any:
@@ -244,9 +242,10 @@ def _check_accepted(accepted: Any, lengths: Any) -> None:
 
 def _check_witness(window: Window, state: Any) -> None:
     """Refuse a state that is not the one that the window looked at, as far as can be seen: 130 kB are compared."""
-    # The positions decide which keys are compared.
+    found = _witness(state, window.lengths)
+    # The positions first: they decide which keys are compared.
     for name in ("position", "history", "key"):
-        was, now = getattr(window.witness, name), getattr(_witness(state, window.lengths), name)
+        was, now = getattr(window.witness, name), getattr(found, name)
         if isinstance(was, Tracer) or isinstance(now, Tracer) or was is None or now is None:
             return
         was, now = np.asarray(was), np.asarray(now)
