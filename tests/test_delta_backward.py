@@ -1,7 +1,6 @@
 """The backward pass of the chunks: against float64, against autodiff of both forms, through resets, and in memory."""
 
 import functools
-import inspect
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +9,7 @@ import pytest
 from jax import lax
 
 from gdn_jax import delta, ops
+from gdn_jax.bench.chunk_case import serially
 from gdn_jax.chunks import by_chunks
 from gdn_jax.evidence.metrics import rms_rel
 from tests.support import tolerances
@@ -42,18 +42,6 @@ def point(case, kind="mixed", *, part="both"):
     return given, (do * (part != "S"), ds * (part != "o"))
 
 
-def by_steps(s, *tokens):
-    """The serial form, of any precision."""
-    step = inspect.unwrap(delta.delta_step)  # whose annotations speak of float32, and may be enforced
-
-    def body(s, token):
-        o, s = step(s, *token)
-        return s, o
-
-    s, o = lax.scan(body, s, tokens)
-    return o, s
-
-
 @functools.cache
 def gradient_of(form, **how):
     """(operands, cotangents) -> gradients, compiled once for every shape."""
@@ -68,7 +56,7 @@ def truth(given, cotangents):
     """By autodiff of the serial form in float64."""
     with jax.enable_x64(True):
         wide = jax.tree.map(lambda x: jnp.asarray(x, jnp.float64), (given, cotangents))
-        return [np.asarray(x) for x in gradient_of(by_steps)(*wide)]
+        return [np.asarray(x) for x in gradient_of(serially)(*wide)]
 
 
 def errors(got, want):
@@ -103,7 +91,7 @@ def test_error_is_at_most_twice_that_of_the_serial_form(case, kind, part):
     """F4, F5, F7, F57: under autodiff, both against float64, the worst of the six operands."""
     at = point(case, kind, part=part)
     exact = truth(*at)
-    assert max(errors(found(case, *at), exact)) <= 2 * max(errors(gradient_of(by_steps)(*at), exact))
+    assert max(errors(found(case, *at), exact)) <= 2 * max(errors(gradient_of(serially)(*at), exact))
 
 
 @pytest.mark.slow

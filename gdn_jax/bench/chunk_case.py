@@ -31,6 +31,7 @@ __all__ = [
     "moved",
     "operands_of",
     "passes",
+    "serially",
     "step_of",
     "timed",
 ]
@@ -238,7 +239,7 @@ def exact(given: Operands) -> Exact:
     """Of these operands, all tokens on the device, where the oracle would take minutes; it vouches for the first."""
     with jax.enable_x64(True):
         wide = tuple(x.astype(jnp.float64) for x in given)
-        (o, s), cotangents = _serially(*wide[:6]), wide[6:]
+        (o, s), cotangents = serially(*wide[:6]), wide[6:]
         gradients = _serial_gradients(wide[:6], cotangents) if cotangents else ()
     few, rows = slice(_ORACLE_TOKENS), sorted({0, given[0].shape[0] - 1})
     before, first = np.asarray(given[0])[rows], (np.asarray(x[few].astype(jnp.float32))[:, rows] for x in given[1:6])
@@ -247,7 +248,8 @@ def exact(given: Operands) -> Exact:
 
 
 @jax.jit
-def _serially(s, *tokens):
+def serially(s, *tokens):
+    """o of every token and S after the last, by the serial form; of any precision."""
     step = inspect.unwrap(delta.delta_step)  # whose annotations speak of float32, and may be enforced
 
     def body(s, token):
@@ -264,7 +266,7 @@ def _serial_gradients(given, cotangents):
 
     @jax.checkpoint
     def block(s, tokens):
-        o, s = _serially(s, *tokens)
+        o, s = serially(s, *tokens)
         return s, o
 
     def in_blocks(s, *tokens):
