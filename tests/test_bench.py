@@ -45,12 +45,6 @@ def quick(monkeypatch):
     monkeypatch.setattr(ceiling, "_TINY_FORMS", (ceiling.Form(1024, 1, 1, None),))
 
 
-@pytest.fixture
-def known_ceiling(monkeypatch):
-    """A ceiling that need not be measured."""
-    monkeypatch.setattr(ceiling, "read_ceiling", lambda effort: (1e9, []))
-
-
 on_cpu = pytest.mark.skipif(jax.default_backend() != "cpu", reason="what a CPU answers")
 
 
@@ -106,7 +100,7 @@ def test_gemv_with_everything(capsys, tmp_path, monkeypatch, known_ceiling):
 
 
 @on_cpu
-def test_gemm(capsys, tmp_path, known_ceiling):
+def test_gemm(capsys, tmp_path, known_ceiling, quiet_machine):
     lines = tmp_path / "rows.jsonl"
     status, out, _ = run(capsys, "gemm", "--shapes", "37x64", "--batch", 5, "--peers", "--jsonl", lines)
     rows = [json.loads(line) for line in lines.read_text().splitlines()]

@@ -12,7 +12,7 @@ import pytest
 
 from experiments import tables
 from gdn_jax import cli, ops
-from gdn_jax.bench import ceiling, chunk, chunk_case, gate, jax_peers, operands, peers, timing
+from gdn_jax.bench import chunk, chunk_case, gate, jax_peers, operands, peers, timing
 from gdn_jax.bench.chunk_case import Form, Sequences
 from gdn_jax.bench.dialogue import Program
 from gdn_jax.bench.rows import Row
@@ -26,12 +26,6 @@ OF_27B = Sequences(1, 512, 16, 48, 128, 128)
 on_cpu = pytest.mark.skipif(jax.default_backend() != "cpu", reason="what a CPU answers")
 
 
-@pytest.fixture
-def known_ceiling(monkeypatch):
-    """A ceiling that need not be measured."""
-    monkeypatch.setattr(ceiling, "read_ceiling", lambda effort: (1e9, []))
-
-
 def run(capsys, *arguments):
     status = cli.main(["bench", "chunk", *map(str, arguments)])
     return status, *capsys.readouterr()
@@ -43,7 +37,7 @@ def run(capsys, *arguments):
 
 
 @on_cpu
-def test_every_length_and_peer_has_a_row(capsys, tmp_path, known_ceiling):
+def test_every_length_and_peer_has_a_row(capsys, tmp_path, known_ceiling, quiet_machine):
     lines = tmp_path / "rows.jsonl"
     arguments = ("--geometry", GEOMETRY, "--batch", 2, "--tokens", "1,70", "--precision", "bf16", "--peers")
     status, out, _ = run(capsys, *arguments, "--jsonl", lines)
@@ -71,7 +65,7 @@ def test_every_length_and_peer_has_a_row(capsys, tmp_path, known_ceiling):
 
 @pytest.mark.slow
 @on_cpu
-def test_each_case_comes_once_more_with_its_gradients(capsys, known_ceiling):
+def test_each_case_comes_once_more_with_its_gradients(capsys, known_ceiling, quiet_machine):
     arguments = ("--geometry", GEOMETRY, "--tokens", 70, "--precision", "exact", "--backward", "--peers")
     status, out, _ = run(capsys, *arguments, "--json")
     rows = json.loads(out)["sections"][0]["rows"]
@@ -100,7 +94,7 @@ def test_sequences_can_be_computed_in_pieces(capsys, known_ceiling):
 
 
 @on_cpu
-def test_a_kernel_can_be_asked_for_by_name(capsys, known_ceiling):
+def test_a_kernel_can_be_asked_for_by_name(capsys, known_ceiling, quiet_machine):
     arguments = ("--geometry", "32,1,1,16,16,4", "--tokens", 3, "--precision", "exact", "--implementation", "interpret")
     status, out, _ = run(capsys, *arguments, "--json")
     [row] = json.loads(out)["sections"][0]["rows"]
@@ -397,7 +391,7 @@ def test_a_peers_answer_is_its_row(monkeypatch, program):
 
 
 @pytest.mark.parametrize("backward", [False, True])
-def test_jax_linear_attention_is_given_what_it_takes(monkeypatch, backward):
+def test_jax_linear_attention_is_given_what_it_takes(monkeypatch, quiet_machine, backward):
     """A library of that name and signature, which our own rule carries out."""
 
     def linear_attention(kind, q, k, v, *, impl, scale, g, beta, initial_state, output_final_state):

@@ -14,7 +14,7 @@ from jax.experimental.compilation_cache import compilation_cache
 
 import gdn_jax as gdn
 from gdn_jax import cli, memory
-from gdn_jax.bench import ceiling, decode, gate, models, naming, operands, prefill, timing
+from gdn_jax.bench import decode, gate, models, naming, operands, prefill, timing
 from gdn_jax.bench.compile_cache import CacheWatch
 from gdn_jax.bench.request import Request
 from gdn_jax.bench.timing import Effort, Step
@@ -26,15 +26,10 @@ from gdn_jax.decoder.weights import abstract_decoder, check_decoder_weights
 from tests.support import decoders
 from tests.support.deviceless import compile_for_h200
 
+pytestmark = pytest.mark.usefixtures("known_ceiling")
 on_cpu = pytest.mark.skipif(jax.default_backend() != "cpu", reason="what a CPU answers")
 
 GDN = gdn.GdnConfig(hidden=64, key_heads=2, value_heads=6, key_dim=32, value_dim=32, conv_width=4)
-
-
-@pytest.fixture(autouse=True)
-def known_ceiling(monkeypatch):
-    """A ceiling that need not be measured."""
-    monkeypatch.setattr(ceiling, "read_ceiling", lambda effort: (1e9, []))
 
 
 @pytest.fixture

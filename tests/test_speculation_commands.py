@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from gdn_jax import cli
-from gdn_jax.bench import ceiling, models, naming
+from gdn_jax.bench import models, naming
 from gdn_jax.bench import speculation as benchmark
 from gdn_jax.bench.request import Request
 from gdn_jax.bench.timing import Effort, Step
@@ -529,9 +529,8 @@ on_cpu = pytest.mark.skipif(jax.default_backend() != "cpu", reason="what a CPU a
 
 
 @pytest.fixture
-def bench(run, monkeypatch, tmp_path, small_hybrid):
+def bench(run, tmp_path, small_hybrid, known_ceiling):
     """Runs the subject without measuring the ceiling: exit status, rows by their order, what was printed."""
-    monkeypatch.setattr(ceiling, "read_ceiling", lambda effort: (1e9, []))
     lines = tmp_path / "rows.jsonl"
 
     def call(*arguments):
@@ -701,8 +700,7 @@ def test_precisions_and_batches_come_one_after_the_other(bench, monkeypatch):
         ("implementation must be None or one of", ["--implementation", "cuda"]),
     ],
 )
-def test_a_benchmark_that_cannot_be_made_is_status_2_with_a_reason(run, monkeypatch, message, arguments):
-    monkeypatch.setattr(ceiling, "read_ceiling", lambda effort: (1e9, []))
+def test_a_benchmark_that_cannot_be_made_is_status_2_with_a_reason(run, known_ceiling, message, arguments):
     assert message in refused(run, "bench", "speculation", *arguments)
 
 
