@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import re
 
 import chex
 import jax
@@ -12,6 +13,7 @@ import pytest
 import gdn_jax as gdn
 from gdn_jax.decoder import attention
 from gdn_jax.decoder.attention import attend, rotate
+from gdn_jax.decoder.block import Flow, blocks
 from gdn_jax.decoder.config import DECODERS, DecoderConfig, MoeConfig
 from gdn_jax.decoder.model import decode_step
 from gdn_jax.decoder.moe import route
@@ -445,6 +447,66 @@ def test_the_27b_model_is_decoded_in_place_on_a_gpu(kv_dtype):
     assert memory.alias_size_in_bytes == sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
     # The partial sums of the head, one per 32 columns, are the largest thing beside weights and state.
     assert memory.temp_size_in_bytes < 1.2 * 4 * 2 * cfg.vocab * cfg.hidden / 32
+
+
+@pytest.mark.deviceless
+def test_a_period_of_a_4_bit_model_is_kernels_and_its_layers_numbers():
+    """Two launches beside the kernels: one for the numbers of four layers, and the loop's own count."""
+    cfg = DECODERS["qwen3.5-27b"]
+    state = decoder_state_shapes(cfg, batch=1, capacity=1024)
+    program = jax.jit(decode_step, static_argnames=decoders.STATIC, donate_argnames=("state",))
+    compiled = compile_for_h200(
+        program, abstract_decoder(cfg, tier="q4"), state, jax.ShapeDtypeStruct((1,), jnp.int32), cfg=cfg
+    )
+    text = compiled.as_text()
+    [body] = re.findall(r"body=(%[^\s,]+)", text)
+    _, _, body = text.partition(f"\n{body} (")
+    body, _, _ = body.partition("\n}")
+    launched = re.findall(r" = \S.* (fusion|copy|copy-start|dynamic-slice|dynamic-update-slice|custom-call)\(", body)
+    of_a_gdn_layer, of_attention, of_an_mlp = 3, 5, 3
+    norms = 2 * cfg.period
+    assert launched.count("custom-call") == norms + 3 * of_a_gdn_layer + of_attention + cfg.period * of_an_mlp
+    assert [kind for kind in launched if kind != "custom-call"] == ["fusion"] * 2
+
+
+def repeated(*kinds, times, moe=True):
+    """A model of these (mixer, MLP), so many times over."""
+    mixers, mlps = zip(*kinds * times, strict=True)
+    given = {"layer_types": mixers, "mlp_types": mlps, "ffn": 32 if "dense" in mlps else None}
+    experts = MoeConfig(experts=2, experts_per_token=1, ffn=8, shared_ffn=8) if "moe" in mlps else None
+    return dataclasses.replace(SMALL, **given, moe=experts, gdn=SMALL.gdn if G in mixers else None)
+
+
+G, A = "linear_attention", "full_attention"
+
+
+@pytest.mark.parametrize("loop_alike", [False, True])
+@pytest.mark.parametrize(
+    ("kinds", "times"),
+    [
+        ([(G, "dense"), (G, "moe"), (G, "moe"), (A, "moe")], 3),
+        ([(A, "dense"), (G, "dense"), (G, "dense")], 2),
+        ([(G, "moe"), (A, "dense"), (A, "dense"), (G, "dense"), (G, "dense")], 1),
+        ([(G, "dense")], 5),
+        ([(A, "moe")], 1),
+    ],
+)
+def test_layers_know_their_numbers(kinds, times, loop_alike):
+    """Of all layers, of their mixer's kind and of their MLP's, as the plan has them."""
+    cfg = repeated(*kinds, times=times)
+    seen = {A: 0, G: 1, "dense": 0, "moe": 1}
+
+    def block(flow, plan, place):
+        here = jnp.stack([jnp.asarray(number, jnp.int32) for number in place])
+        row = jnp.concatenate([here, jnp.asarray([seen[plan.mixer], seen[plan.mlp]], jnp.int32)])
+        return flow._replace(x=flow.x.at[flow.y].set(row), y=flow.y + 1)
+
+    nothing = Flow(jnp.full((cfg.layers, 5), -1, jnp.int32), jnp.int32(0), None, None)
+    found = jax.jit(lambda flow: blocks(flow, cfg, block, loop_alike=loop_alike))(nothing)
+    assert found.x.tolist() == [
+        [index, plan.mixer_ordinal, plan.mlp_ordinal, seen[plan.mixer], seen[plan.mlp]]
+        for index, plan in enumerate(cfg.plan())
+    ]
 
 
 @functools.cache

@@ -7,10 +7,11 @@ among what it walks over, which would copy them, but are read at a layer's numbe
 
 import functools
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 
 from gdn_jax.axes import Array, Bool, Int32
 from gdn_jax.config import GdnConfig
@@ -65,24 +66,47 @@ def blocks(
     repeats = cfg.layers // cfg.period
     kinds = [(plan.mixer, plan.mlp) if loop_alike else index for index, plan in enumerate(period)]
     runs = [len(list(alike)) for _, alike in itertools.groupby(kinds)]
+    firsts = list(itertools.accumulate(runs[:-1], initial=0))
+    counts = [_counts(cfg, first, period[first], repeats) for first in firsts]
 
-    def layer(repeat, offset, within, flow):
-        # The parts of a kind are counted through: so many in the periods before, and then those of this one.
-        plan = period[offset]
-        place = Place(
-            layer=repeat * cfg.period + offset + within,
-            mixer=repeat * (cfg.count(plan.mixer) // repeats) + plan.mixer_ordinal + within,
-            mlp=repeat * (cfg.count(plan.mlp) // repeats) + plan.mlp_ordinal + within,
-        )
-        return block(flow, plan, place)
+    def layer(plan, start, within, flow):
+        return block(flow, plan, Place._make(number + within for number in start))
 
     def body(repeat, flow):
-        for offset, length in zip(itertools.accumulate(runs, initial=0), runs, strict=False):
-            run = functools.partial(layer, repeat, offset)
+        numbers = _numbers(sorted({count for of_run in counts for count in of_run}), repeat, repeats)
+        for first, length, of_run in zip(firsts, runs, counts, strict=True):
+            run = functools.partial(layer, period[first], [numbers[count] for count in of_run])
             flow = run(0, flow) if length == 1 else jax.lax.fori_loop(0, length, run, flow)
         return flow
 
     return jax.lax.fori_loop(0, repeats, body, flow)
+
+
+class _Count(NamedTuple):
+    """The parts of a kind are counted through: so many in each of the periods before, and then those of this one."""
+
+    here: int
+    each: int
+
+
+def _counts(cfg: DecoderConfig, first: int, plan: LayerPlan, repeats: int) -> tuple[_Count, _Count, _Count]:
+    """Those behind the `Place` of the layer that is `first` in every period."""
+    mixer = _Count(plan.mixer_ordinal, cfg.count(plan.mixer) // repeats)
+    mlp = _Count(plan.mlp_ordinal, cfg.count(plan.mlp) // repeats)
+    return _Count(first, cfg.period), mixer, mlp
+
+
+def _numbers(counts: Sequence[_Count], repeat: Array, repeats: int) -> dict[_Count, Int32[Array, ""]]:
+    """`each * repeat + here` of all counts in one launch.
+
+    Computed one by one they would be a kernel each, of a microsecond, in every turn of the loop. A sum with many
+    results is one kernel: over all turns, of which all but this one are nothing.
+    """
+    turns = jnp.arange(repeats, dtype=jnp.int32)
+    terms = [jnp.where(turns == repeat, count.each * turns + count.here, 0) for count in counts]
+    zeros = [jnp.int32(0)] * len(counts)
+    sums = jax.lax.reduce(terms, zeros, lambda xs, ys: [x + y for x, y in zip(xs, ys, strict=True)], (0,))
+    return dict(zip(counts, sums, strict=True))
 
 
 def block_step(
