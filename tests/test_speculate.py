@@ -47,6 +47,10 @@ SAMPLINGS = pytest.mark.parametrize("sampling", [GREEDY, DRAWING, PENALTY], ids=
 class Toy(test_generate.Toy, SpeculativeNetwork):
     """Its hidden state is what it remembers. A window is what it remembers after 0 … T tokens."""
 
+    @property
+    def hidden(self):
+        return self.vocab
+
     def through(self, weights, state, tokens, lengths):
         """Logits, hidden states and memories after every token; the state after `lengths` of them."""
 
@@ -417,8 +421,8 @@ def test_what_is_known_already_is_told_to_the_drafter():
 
 
 def test_what_is_known_is_told_in_pieces(monkeypatch):
-    """Of no more tokens than prompts are read in."""
-    monkeypatch.setattr(generate, "LARGEST_PIECE", 2 * 16)
+    """Of no more tokens than prompts are read in. Before, a round is traced."""
+    monkeypatch.setattr(generate, "LARGEST_PIECE", 4 * 16)
     told = []
 
     class Listener(Planned):
@@ -426,9 +430,10 @@ def test_what_is_known_is_told_in_pieces(monkeypatch):
             told.append(tokens.shape)
             return super().read(weights, memory, tokens, lengths, hidden)
 
-    known = [list(range(37)), [3]]
-    drafted([[1], [2]], Drafting(Listener(), drafting(plan(GREEDY, 0, 0)).weights), known=known)
-    assert set(told) == {(2, 16)}
+    known = [list(range(37)), [3], [], [1, 2]]
+    drafted([[1], [2], [3], [4]], Drafting(Listener(), drafting(plan(GREEDY, 0, 0)).weights), known=known)
+    assert told[0] == (4, DRAFTS + 1)
+    assert set(told[1:]) == {(4, 16)}
 
 
 def test_a_script_is_believed_as_far_as_it_is_right():

@@ -502,6 +502,7 @@ def test_drafts_that_cannot_be_had_are_status_2_with_a_reason(continued, run, ot
     larger = write_model(tmp_path / "larger", "tests/larger", cfg=dataclasses.replace(SINGLE, vocab=128))
     (tmp_path / "empty").mkdir()
     for how, message in {
+        "": "--speculate must be ngram, mtp or the path of a model, got ''",
         "nonsense": "--speculate must be ngram, mtp or the path of a model, got 'nonsense'",
         str(tmp_path / "nothing"): "--speculate must be ngram, mtp or the path of a model, got",
         str(tmp_path / "empty"): str(tmp_path / "empty"),

@@ -458,6 +458,10 @@ def changed(tree, **fields):
     return dataclasses.replace(tree, **fields)
 
 
+def with_gates(window, **fields):
+    return {"window": changed(window, gdn=changed(window.gdn, **fields))}
+
+
 @pytest.mark.parametrize(
     ("error", "words", "change"),
     [
@@ -475,6 +479,11 @@ def changed(tree, **fields):
             r"for this configuration.*commit with the weights, cfg and state that verify_window was called with",
             lambda s, w: {"window": window_of(WIDER)},
         ),
+        (StateMismatchError, "window.gdn.beta .* must be", lambda s, w: with_gates(w, beta=w.gdn.beta[..., :1])),
+        (StateMismatchError, "window.gdn.g .* must be", lambda s, w: with_gates(w, g=w.gdn.g[:, :1])),
+        (TypeError, "window.gdn.g must be float32, got int32", lambda s, w: with_gates(w, g=w.gdn.g.astype(int))),
+        (TypeError, "window.lengths must be an array, got None", lambda s, w: {"window": changed(w, lengths=None)}),
+        (StateMismatchError, r"lengths must be \[B\]", lambda s, w: {"window": changed(w, lengths=w.lengths[:1])}),
         (StateMismatchError, "whether there are GDN layers", lambda s, w: {"window": window_of(ONLY_ATTENTION)}),
         (
             StateMismatchError,
@@ -522,6 +531,26 @@ def test_a_window_is_committed_to_its_own_look():
     for wrong, window in ((state, second), (later, first)):
         operands = (MAIN.weights, wrong, window, ints([2, 2, 0]))
         refuses(StateMismatchError, "does not belong", commit_window, *operands, cfg=SMALL)
+
+
+def test_a_window_whose_first_keys_were_written_over_is_not_committed():
+    """A later look at fewer tokens leaves the keys of the last ones as they were."""
+    _, state, first = looked()
+    _, later, _ = MAIN.look(state, (MAIN.ids() + 1) % SMALL.vocab, (2, 2, 0))
+    operands = (MAIN.weights, later, first, ints([6, 4, 0]))
+    refuses(StateMismatchError, "does not belong", commit_window, *operands, cfg=SMALL)
+
+
+def test_a_window_on_states_that_differ_in_S_alone():
+    """Neither keys nor a history tell such models' sequences apart."""
+    cfg = dataclasses.replace(ONLY_GDN, gdn=dataclasses.replace(ONLY_GDN.gdn, conv_width=1))
+    case = Case(cfg, 2)
+    state = case.state()
+    _, looked_at, window = case.look(state, case.ids())
+    other = changed(looked_at, gdn=changed(looked_at.gdn, S=looked_at.gdn.S[:, ::-1]))
+    refuses(StateMismatchError, "does not belong", commit_window, case.weights, other, window, ints([1] * 3), cfg=cfg)
+    kept = commit_window(case.weights, looked_at, window, ints([1, 0, 2]), cfg=cfg)
+    assert kept.position.tolist() == [4, 9, 2]
 
 
 # -- compiled for a GPU, without one --------------------------------------------------------------------------------

@@ -145,7 +145,9 @@ def _generate(options: argparse.Namespace) -> int:
 def _check_drafting(options: argparse.Namespace) -> None:
     if options.speculate is None and options.draft_tokens is not None:
         raise ValueError("--draft-tokens belongs to --speculate")
-    if options.speculate not in (None, "ngram", "mtp") and not Path(options.speculate).exists():
+    if options.speculate in (None, "ngram", "mtp"):
+        return
+    if not options.speculate or not Path(options.speculate).exists():
         raise FileNotFoundError(f"--speculate must be ngram, mtp or the path of a model, got {options.speculate!r}")
 
 

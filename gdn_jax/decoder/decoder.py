@@ -17,6 +17,7 @@ from gdn_jax import ops
 from gdn_jax.decoder.answer import Answer
 from gdn_jax.decoder.compilation import CompileClock
 from gdn_jax.decoder.config import DecoderConfig
+from gdn_jax.decoder.draft_check import check_drafter
 from gdn_jax.decoder.generate import NOTHING, Generation, Policy, Rows, bucket, check_rows, new_rows
 from gdn_jax.decoder.generation_config import (
     END_KEYS,
@@ -33,7 +34,7 @@ from gdn_jax.decoder.prefix_cache import CachedPrompts, PrefixCache
 from gdn_jax.decoder.prompts import NO_TOKENIZER, read_count, read_prompts, read_stops
 from gdn_jax.decoder.sample import GREEDY, SamplingParams
 from gdn_jax.decoder.speculate import DraftCounts, Drafting, SpeculativeGeneration
-from gdn_jax.decoder.state import decoder_state_shapes, init_decoder_state
+from gdn_jax.decoder.state import DecoderState, decoder_state_shapes, init_decoder_state
 from gdn_jax.decoder.text_stream import TextStream
 from gdn_jax.decoder.weights import DecoderWeights, read_decoder
 from gdn_jax.errors import StateMismatchError, UnsupportedError
@@ -214,6 +215,9 @@ class Decoder:
         With `draft`, tokens are proposed and looked at several at a time: the same tokens, sooner where many proposals
         are right. `drafts` of the result counts them; `chunk` then counts rounds. See `draft_by_ngrams`,
         `draft_by_model` and `draft_by_mtp`. A drafter knows the tokens of this request, not those of a given `state`.
+        The same, that is, but for rounding (1e-7), which a token follows where two logits are as close as that. With
+        `precision="q8"` that rounding can turn an 8-bit step (a hundredth), and tokens differ here and there; in a
+        bfloat16 cache it can turn the last bit of a key or value.
 
         Ctrl-C ends the generation, not the program: the result holds what was generated so far, its reason is
         "interrupted", and its state is as good as any other. A second Ctrl-C raises KeyboardInterrupt.
@@ -246,7 +250,7 @@ class Decoder:
             reading = {"prompts": cached.rests, "marks": cached.marks, "at_mark": cached.keep}
         kind: Callable[..., Generation] = Generation
         if draft is not None:
-            _check_draft(draft, self.cfg)
+            _check_draft(draft, self.cfg, rows.state, self.implementation)
             known = [prompt[:count] for prompt, count in zip(prompts, cached.reused, strict=True)] if cached else None
             kind = functools.partial(SpeculativeGeneration, drafting=draft, known=known)
 
@@ -410,14 +414,11 @@ def _policy(sampling: SamplingParams, ends: frozenset[int], batch: int) -> Polic
     return Policy(sampling.knobs(), jnp.asarray(sampling.row_seeds(batch)), jnp.asarray(padded))
 
 
-def _check_draft(draft: Any, cfg: DecoderConfig) -> None:
+def _check_draft(draft: Any, cfg: DecoderConfig, state: DecoderState, implementation: str | None) -> None:
     require_kind("draft", draft, Drafting)
-    vocab = draft.drafter.vocab
-    if vocab is not None and vocab != cfg.vocab:
-        raise ValueError(
-            f"a drafter must draw from the model's vocabulary of {cfg.vocab} tokens, got one of {vocab}; draft by a "
-            "model of the same family"
-        )
+    check_drafter(draft.drafter, vocab=cfg.vocab, hidden=cfg.hidden)
+    if state.gdn is not None:
+        ops.choose_delta_window(state.gdn.S, draft.drafter.count + 1, implementation)  # refuses what it cannot look at
 
 
 def _check_rows(rows: Any, cfg: DecoderConfig, batch: int) -> None:

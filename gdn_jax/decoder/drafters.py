@@ -35,8 +35,9 @@ def draft_by_model(model: "Decoder", draft_tokens: int = 3) -> Drafting:
     It keeps a state of its own for every sequence, with as much room as the model's.
 
     Raises:
-        ValueError, TypeError: `draft_tokens` is not an integer of at least 1.
+        ValueError, TypeError: `draft_tokens` is not an integer of at least 1, or `model` no Decoder.
     """
+    _require_decoder(model)
     network = TextNetwork(model.cfg, model.precision, model.implementation, model.prompt_precision)
     return Drafting(ModelDrafter(network, draft_tokens, model.kv_dtype), model.weights)
 
@@ -49,8 +50,9 @@ def draft_by_mtp(model: "Decoder", draft_tokens: int = 3) -> Drafting:
 
     Raises:
         UnsupportedError: the model was loaded without its head. ValueError, TypeError: `draft_tokens` is not an integer
-        of at least 1.
+        of at least 1, or `model` no Decoder.
     """
+    _require_decoder(model)
     if model.mtp is None:
         raise UnsupportedError(
             "drafting by MTP needs the model's multi-token-prediction head: load it with Decoder.load(…, mtp=True)"
@@ -63,3 +65,10 @@ def draft_by_mtp(model: "Decoder", draft_tokens: int = 3) -> Drafting:
         kv_dtype=model.kv_dtype,
     )
     return Drafting(drafter, model.mtp)
+
+
+def _require_decoder(model: object) -> None:
+    from gdn_jax.decoder.decoder import Decoder
+
+    if not isinstance(model, Decoder):
+        raise TypeError(f"model must be a Decoder, got {type(model).__name__}; Decoder.load(path) reads one")

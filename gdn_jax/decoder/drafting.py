@@ -24,6 +24,7 @@ class Proposal(NamedTuple):
     """What may follow the pending token of each row."""
 
     tokens: Int32[Array, "B N"]
+    """N columns whatever counts."""
     counts: Int32[Array, "B"]
     """How many of them count, 0 … N. The others must be token ids, and mean nothing."""
 
@@ -45,13 +46,21 @@ class Drafter(abc.ABC):
         return None
 
     @property
+    def hidden(self) -> int | None:
+        """The size of the hidden states that it reads; None where any will do."""
+        return None
+
+    @property
     @abc.abstractmethod
     def count(self) -> int:
         """N, the most tokens that it proposes at a time, at least 1."""
 
     @abc.abstractmethod
     def begin(self, weights: Any, *, batch: int, capacity: int) -> Any:
-        """The memory of sequences without tokens, with room for `capacity` tokens each."""
+        """The memory of sequences without tokens, with room for `capacity` tokens each: a pytree of arrays.
+
+        The one method that is not traced. What it returns is copied, and may be kept or returned again.
+        """
 
     @abc.abstractmethod
     def read(
@@ -63,6 +72,8 @@ class Drafter(abc.ABC):
         hidden: Float32[Array, "B T D"] | None,
     ) -> Any:
         """The memory once the first `lengths` (0 … T) of the tokens are part of the sequences.
+
+        It must have the structure, shapes and dtypes of the memory given, here as in `propose`.
 
         `hidden`: what the model made of each of them, after its final norm.
         """

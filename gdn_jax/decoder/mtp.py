@@ -84,6 +84,16 @@ class MtpDrafter(Drafter):
         return self.draft_tokens
 
     @property
+    @override
+    def vocab(self) -> int:
+        return self.cfg.vocab
+
+    @property
+    @override
+    def hidden(self) -> int:
+        return self.cfg.hidden
+
+    @property
     def _settings(self) -> Settings:
         return Settings(mtp_config(self.cfg), self.precision, self.implementation)
 

@@ -22,6 +22,16 @@ class TextNetwork(SpeculativeNetwork):
     implementation: str | None = None
     prompt_precision: str = "exact"
 
+    @property
+    @override
+    def vocab(self) -> int:
+        return self.cfg.vocab
+
+    @property
+    @override
+    def hidden(self) -> int:
+        return self.cfg.hidden
+
     @override
     def step(self, weights: Any, state: Any, tokens: Array, active: Array) -> tuple[Array, Any]:
         how = {"cfg": self.cfg, "precision": self.precision, "implementation": self.implementation}

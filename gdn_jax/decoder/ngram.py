@@ -69,13 +69,13 @@ class NgramDrafter(Drafter):
         # The pending token's place; a full history has none, and proposes nothing.
         last = memory.length[:, None]
         place = jnp.arange(whole.shape[1], dtype=jnp.int32)[None]
-        matched = jnp.zeros(whole.shape, jnp.int32)
-        goes_on = place < last
-        for back in range(self.longest):
-            mine = jnp.take_along_axis(whole, jnp.maximum(last - back, 0), axis=1)
-            there = jnp.roll(whole, back, axis=1)
-            goes_on &= (there == mine) & (place >= back) & (last >= back)
-            matched += goes_on.astype(jnp.int32)
+        back = jnp.arange(self.longest, dtype=jnp.int32)[:, None]
+        mine = jnp.take_along_axis(whole, jnp.maximum(last - back.T, 0), axis=1)[:, :, None]
+        there = whole[:, jnp.maximum(place - back, 0)]
+        same = (there == mine) & (place >= back)[None] & (last >= back.T)[:, :, None]
+        # How far back they go on being the same: up to the first that differs.
+        differs = jnp.concatenate([~same, jnp.ones_like(same[:, :1])], axis=1)
+        matched = jnp.where(place < last, jnp.argmax(differs, axis=1).astype(jnp.int32), 0)
         # The longest first, and of these the latest.
         best = jnp.argmax(jnp.where(matched >= self.least, matched * whole.shape[1] + place, -1), axis=1)[:, None]
         found = jnp.take_along_axis(matched, best, axis=1)[:, 0] >= self.least

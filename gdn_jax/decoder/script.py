@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from gdn_jax.axes import Array, Int32
 from gdn_jax.decoder.drafting import Drafter, Draw, Proposal
 from gdn_jax.integers import positive_int
+from gdn_jax.require import require_array
 
 __all__ = ["ScriptDrafter"]
 
@@ -32,6 +33,12 @@ class ScriptDrafter(Drafter):
 
     @override
     def begin(self, weights: Any, *, batch: int, capacity: int) -> Int32[Array, "B"]:
+        require_array("draft.weights, the script,", weights, "int32")
+        if weights.ndim != 2 or weights.shape[0] != batch or weights.shape[1] == 0:
+            raise ValueError(
+                f"the script must be [B, S] with B={batch} (the number of prompts) and S of at least 1, got shape "
+                f"{list(weights.shape)}"
+            )
         return jnp.zeros(batch, jnp.int32)
 
     @override

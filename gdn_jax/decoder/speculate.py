@@ -14,6 +14,7 @@ often than with independent draws, the more the closer its logits are.
 import abc
 import dataclasses
 import functools
+import typing
 from collections.abc import Sequence
 from typing import Any, NamedTuple, override
 
@@ -22,6 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from gdn_jax.axes import Array, Bool, Float32, Int32
+from gdn_jax.decoder.draft_check import begun, check_methods
 from gdn_jax.decoder.drafting import Drafter
 from gdn_jax.decoder.generate import (
     NOTHING,
@@ -36,6 +38,7 @@ from gdn_jax.decoder.generate import (
     marked,
 )
 from gdn_jax.decoder.sample import sample
+from gdn_jax.require import require_kind
 
 __all__ = [
     "DraftCounts",
@@ -49,6 +52,16 @@ __all__ = [
 
 class SpeculativeNetwork(Network):
     """A network that can look at tokens without taking them."""
+
+    @property
+    @abc.abstractmethod
+    def vocab(self) -> int:
+        """The number of tokens that it tells apart."""
+
+    @property
+    @abc.abstractmethod
+    def hidden(self) -> int:
+        """D, the size of its hidden state of a token."""
 
     @abc.abstractmethod
     def read(
@@ -67,12 +80,20 @@ class SpeculativeNetwork(Network):
         """The state that came with the window once the first `counts` tokens of each row are taken."""
 
 
+@typing.no_type_check  # the class checks its own fields
 @dataclasses.dataclass(frozen=True)
 class Drafting:
-    """A drafter and its weights."""
+    """A drafter and its weights.
+
+    Raises:
+        TypeError: `drafter` is no Drafter.
+    """
 
     drafter: Drafter
     weights: Any = None
+
+    def __post_init__(self):
+        require_kind("drafter", self.drafter, Drafter)
 
 
 @dataclasses.dataclass
@@ -213,10 +234,12 @@ def _draw_all(
 ) -> Int32[Array, "B T"]:
     """The token that the row draws after each of the tokens, the first of which is to stand at `place`."""
     batch, count, vocab = logits.shape
-    seen = jnp.broadcast_to(seen[:, None], logits.shape)
-    for t in range(count):
-        seen = seen.at[jnp.arange(batch), t:, tokens[:, t]].set(True)
-    places = place[:, None] + 1 + jnp.arange(count, dtype=jnp.int32)[None]
+    index = jnp.arange(count, dtype=jnp.int32)
+    # After token t of a row, its tokens 0 … t have been seen.
+    row, after, token = jnp.arange(batch)[:, None, None], index[None, :, None], tokens[:, None]
+    upto = jnp.broadcast_to(index[:, None] >= index[None], (batch, count, count))
+    seen = jnp.broadcast_to(seen[:, None], logits.shape).at[row, after, token].max(upto)
+    places = place[:, None] + 1 + index[None]
     drawn = sample(
         logits.reshape(-1, vocab),
         seen.reshape(-1, vocab),
@@ -267,7 +290,10 @@ class SpeculativeGeneration(Generation):
         self._last = np.zeros((0, 0), np.int32)
         batch = rows.batch
         self._missing = np.full(batch, wanted)
-        self._memory = drafting.drafter.begin(drafting.weights, batch=batch, capacity=rows.capacity)
+        drafter, draft_weights = drafting.drafter, drafting.weights
+        self._memory = begun(drafter, draft_weights, batch=batch, capacity=rows.capacity)
+        sizes = {"batch": batch, "vocab": network.vocab, "hidden": network.hidden}
+        check_methods(drafter, draft_weights, self._memory, **sizes)
         self._tell(known or [()] * batch)
         super().__init__(network, weights, rows, policy, wanted=wanted, **settings)
 

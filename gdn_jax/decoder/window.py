@@ -9,10 +9,12 @@ not taking them is leaving it. In all else a token is a row, so a window costs w
 weights are read once for up to eight of them.
 """
 
+import functools
 import typing
 from typing import Any
 
 import flax.struct
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
@@ -46,10 +48,15 @@ class Witness:
 
     position: Leaf
     """int32 [B]."""
+    S: Leaf | None
+    """The first element of every head of the last GDN layer, float32 [B, H]."""
     history: Leaf | None
     """Inputs of the last GDN layer's convolution before the window, float32 [B, W-1, C]."""
-    key: Leaf | None
-    """The last attention layer's key of each row's last token, [B, N, Hd], which depends on those before it."""
+    keys: Leaf | None
+    """The last attention layer's keys of the window's tokens, [B, T, N, Hd]; 0 beyond a row's length.
+
+    Those that a later window has written over tell that this one is no longer what the state holds.
+    """
 
 
 @flax.struct.dataclass
@@ -178,7 +185,8 @@ def view_window(
     logits, hidden = (jnp.swapaxes(rows.reshape(count, batch, -1), 0, 1) for rows in (logits, hidden))
     wanted, written = (index[None] < ends[:, None] for ends in (lengths, taken))
     state = DecoderState(state.gdn, cache.keys, cache.values, state.position)
-    return marked_logits(logits, wanted, written), state, Window(memory, taken, hidden, _witness(state, taken))
+    window = Window(memory, taken, hidden, _witness(state, taken, count))
+    return marked_logits(logits, wanted, written), state, window
 
 
 def take_window(weights: Any, state: Any, window: Window, accepted: Int32[Array, "B"], settings: Settings) -> Any:
@@ -191,14 +199,17 @@ def take_window(weights: Any, state: Any, window: Window, accepted: Int32[Array,
     return DecoderState(memory, state.keys, state.values, state.position + counts)
 
 
-def _witness(state: Any, lengths: Int32[Array, "B"]) -> Witness:
-    history = None if state.gdn is None else state.gdn.conv_hist[-1]
-    key = None
+def _witness(state: Any, lengths: Int32[Array, "B"], count: int) -> Witness:
+    s = history = keys = None
+    if state.gdn is not None:
+        s, history = state.gdn.S[-1, :, :, 0, 0], state.gdn.conv_hist[-1]
     if state.keys.shape[0]:
-        slots = jnp.clip(state.position + jnp.maximum(lengths, 1) - 1, 0, state.capacity - 1)
-        key = state.keys[-1, jnp.arange(state.batch), slots]
+        index = jnp.arange(count, dtype=jnp.int32)[None]
+        slots = jnp.clip(state.position[:, None] + index, 0, state.capacity - 1)
+        keys = state.keys[-1, jnp.arange(state.batch)[:, None], slots]
+        keys = jnp.where((index < lengths[:, None])[..., None, None], keys, jnp.zeros_like(keys))
     # A copy: the state may be donated while the window is kept.
-    return Witness(jnp.copy(state.position), history, key)
+    return Witness(jnp.copy(state.position), s, history, keys)
 
 
 def _check_chain(parents: Any, tokens: int) -> None:
@@ -219,14 +230,22 @@ def _check_chain(parents: Any, tokens: int) -> None:
 def _check_window(window: Window, state: Any, cfg: DecoderConfig) -> None:
     if window.hidden.shape[0] != state.batch:
         raise StateMismatchError(f"the window has B={window.hidden.shape[0]} rows, the state {state.batch}")
+    require_array("window.lengths", window.lengths, "int32")
+    if window.lengths.shape != (state.batch,):
+        raise StateMismatchError(f"window.lengths must be [B] with B={state.batch}, got shape {window.lengths.shape}")
     if (window.gdn is None) != (cfg.gdn is None):
         raise StateMismatchError("the window and cfg differ in whether there are GDN layers")
-    if window.gdn is not None and cfg.gdn is not None:
-        want = (state.gdn.layers, window.tokens, state.batch, cfg.gdn.conv_channels)
-        if window.gdn.xc.shape != want:
+    if window.gdn is None or cfg.gdn is None:
+        return
+    sizes = {"layers": state.gdn.layers, "tokens": window.tokens, "batch": state.batch}
+    want = jax.eval_shape(functools.partial(layers.new_window, cfg.gdn, **sizes))
+    for name, axes in (("xc", "L, T, B, C"), ("beta", "L, T, B, H"), ("g", "L, T, B, H")):
+        found, shape = getattr(window.gdn, name), getattr(want, name).shape
+        require_array(f"window.gdn.{name}", found, "float32")
+        if found.shape != shape:
             raise StateMismatchError(
-                f"window.gdn.xc [L, T, B, C] must be {want} for this configuration, got {window.gdn.xc.shape}; commit "
-                "with the weights, cfg and state that verify_window was called with"
+                f"window.gdn.{name} [{axes}] must be {shape} for this configuration, got {found.shape}; commit with "
+                "the weights, cfg and state that verify_window was called with"
             )
 
 
@@ -241,10 +260,10 @@ def _check_accepted(accepted: Any, lengths: Any) -> None:
 
 
 def _check_witness(window: Window, state: Any) -> None:
-    """Refuse a state that is not the one that the window looked at, as far as can be seen: 130 kB are compared."""
-    found = _witness(state, window.lengths)
+    """Refuse a state that is not the one that the window looked at, as far as can be seen: some 130 kB are compared."""
+    found = _witness(state, window.lengths, window.tokens)
     # The positions first: they decide which keys are compared.
-    for name in ("position", "history", "key"):
+    for name in ("position", "S", "history", "keys"):
         was, now = getattr(window.witness, name), getattr(found, name)
         if isinstance(was, Tracer) or isinstance(now, Tracer) or was is None or now is None:
             return
