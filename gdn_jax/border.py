@@ -46,9 +46,12 @@ def check_request(
 
 
 def _check_input(x: Any, axes: str, batch: int, hidden: int) -> None:
-    require_array("x", x, "float32")
+    name = "xs" if axes.startswith("T") else "x"
+    require_array(name, x, "float32")
     if x.ndim != len(axes.split()) or x.shape[-2:] != (batch, hidden):
-        raise ValueError(f"x must be [{axes}] with B={batch} (the state's batch) and D={hidden}, got shape {x.shape}")
+        raise ValueError(
+            f"{name} must be [{axes}] with B={batch} (the state's batch) and D={hidden}, got shape {x.shape}"
+        )
 
 
 def _check_layer(layer: Any, layers: int) -> None:

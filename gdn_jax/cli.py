@@ -196,7 +196,7 @@ def _check(options: argparse.Namespace) -> int:
         return _check_speculation(options)
     if options.draft_tokens is not None:
         raise ValueError("--draft-tokens belongs to --speculation")
-    if (options.geometry or options.model) and options.long:
+    if (options.geometry, options.model) != (None, None) and options.long:
         raise ValueError("--long belongs to the packaged goldens; leave out --geometry and --model")
     names = ("geometry", "model", "layer", "tokens", "batch", "inputs", "long", "tier", "quantiser")
     given = {name: value for name in names if (value := getattr(options, name)) is not None}
@@ -216,7 +216,7 @@ def _check_speculation(options: argparse.Namespace) -> int:
         name = options.model.name
         decoder = Decoder.load(options.model, tier=options.tier, quantiser=options.quantiser)
     else:
-        name, gdn = subjects.parse_geometry(options.geometry or _SMALL)
+        name, gdn = subjects.parse_geometry(_SMALL if options.geometry is None else options.geometry)
         cfg = models.decoder_by_name(name, gdn)
         decoder = Decoder(cfg=cfg, weights=models.decoder_weights(1, cfg, options.tier))
         name = f"{name} {options.tier}, random weights"

@@ -9,7 +9,8 @@ passes, in which the pieces are rows of a batch:
 The columns of S never meet, so the first pass is the rule itself with K more columns. All is algebra, nothing is
 dropped; sums are rounded in another order than by one pass. A full reset within a piece makes M zero, exactly.
 
-The work is 2 + K / V times that of one pass. It pays where a pass leaves most processors idle.
+The work is 2 + K / V times that of one pass. It pays where a pass leaves most processors idle. A form that takes so
+many columns and no more must take K + V of them; `ops.choose_delta_chunks` sees to that.
 """
 
 from typing import Any
@@ -19,28 +20,56 @@ from jax import lax
 
 from gdn_jax.axes import Array, Float32
 from gdn_jax.chunks import CHUNK
+from gdn_jax.integers import positive_int
 from gdn_jax.products import einsum
 
-__all__ = ["in_pieces"]
+__all__ = ["in_pieces", "number_of_pieces", "shapes_of_v"]
+
+
+def number_of_pieces(tokens: int, pieces: int) -> int:
+    """How many pieces T tokens are cut into where `pieces` are asked for: of whole chunks but for the last, and alike.
+
+    Raises:
+        TypeError: `pieces` is not an integer. ValueError: it is below 1.
+    """
+    return max(1, -(-tokens // _length(tokens, pieces)))
+
+
+def shapes_of_v(shape: tuple[int, ...], key_dim: int, pieces: int) -> tuple[tuple[int, ...], ...]:
+    """The shapes [c, P·B, H, columns] of every v that `form` is given for a v of shape [T, B, H, V].
+
+    Raises:
+        TypeError, ValueError: as `number_of_pieces`.
+    """
+    tokens, batch, heads, value_dim = shape
+    count = number_of_pieces(tokens, pieces)
+    if count == 1:
+        return (shape,)
+    rows = _length(tokens, pieces), count * batch, heads
+    return (*rows, key_dim + value_dim), (*rows, value_dim)
+
+
+def _length(tokens: int, pieces: int) -> int:
+    """Tokens of a piece."""
+    return max(1, -(-tokens // (positive_int("pieces", pieces) * CHUNK))) * CHUNK
 
 
 def in_pieces(form: Any, pieces: int) -> Any:
     """`form(s, q, k, v, beta, g)`, a chunked form of clean operands, over so many pieces of the sequence at a time.
 
-    There are no more pieces than chunks; the last may be shorter.
+    There are `number_of_pieces`, so never more than chunks; the last may be shorter. `form` must take a v of every one
+    of `shapes_of_v`.
 
     Raises:
-        ValueError: `pieces` is below 1.
+        TypeError, ValueError: as `number_of_pieces`.
     """
-    if pieces < 1:
-        raise ValueError(f"pieces must be at least 1, got {pieces}")
+    pieces = positive_int("pieces", pieces)
 
     def split(
         s: Float32[Array, "B H K V"], q: Array, k: Array, v: Array, beta: Array, g: Array
     ) -> tuple[Float32[Array, "T B H V"], Float32[Array, "B H K V"]]:
         tokens = v.shape[0]
-        length = -(-tokens // (pieces * CHUNK)) * CHUNK
-        count = -(-tokens // length)
+        length, count = _length(tokens, pieces), number_of_pieces(tokens, pieces)
         if count == 1:
             return form(s, q, k, v, beta, g)
         of_pieces = [_as_rows(x, count, length) for x in (q, k, v, beta, g)]

@@ -17,7 +17,7 @@ from jax import lax
 from gdn_jax import delta, linear
 from gdn_jax.axes import Active, Array, Float32, Int32
 from gdn_jax.delta_backward import with_backward
-from gdn_jax.delta_pieces import in_pieces
+from gdn_jax.delta_pieces import in_pieces, shapes_of_v
 from gdn_jax.errors import UnsupportedError
 from gdn_jax.fence import fence
 from gdn_jax.gates import log_decay, write_strength
@@ -521,14 +521,30 @@ def choose_delta_layer(state: Any, implementation: str | None) -> Choice:
     return choose("delta_layer", implementation, _objections(delta_kernels.supported, state))
 
 
-def choose_delta_chunks(v: Any, key_heads: int, key_dim: int, precision: str, implementation: str | None) -> Choice:
-    """The implementation of the delta rule over all tokens of v [T, B, H, V] (anything with a shape)."""
-    tokens, batch, heads, value_dim = v.shape
-    sizes = batch, tokens, key_heads, heads, key_dim, value_dim, _chunk_precision(precision)
-    objections = {name: chunk_kernels.supported(*sizes, backend=name) for name in ("mosaic", "triton")}
-    if implementation is None and sizes[-1] == "exact":
+def choose_delta_chunks(
+    v: Any, key_heads: int, key_dim: int, precision: str, implementation: str | None, pieces: int = 1
+) -> Choice:
+    """The implementation of the delta rule over all tokens of v [T, B, H, V] (anything with a shape), in `pieces`.
+
+    Raises:
+        ValueError: an unknown implementation; `pieces` below 1 (TypeError: no integer). UnsupportedError: an unknown
+        precision, or a named implementation that cannot do it.
+    """
+    precision = _chunk_precision(precision)
+    shapes = shapes_of_v(v.shape, key_dim, pieces)
+
+    def objection(**how):
+        """Of all that is launched, the first."""
+        for tokens, batch, heads, columns in shapes:
+            sizes = batch, tokens, key_heads, heads, key_dim, columns, precision
+            if reason := chunk_kernels.supported(*sizes, **how):
+                return reason if len(shapes) == 1 else f"{reason} (in pieces, its V is K + V in one of two passes)"
+        return None
+
+    objections = {name: objection(backend=name) for name in ("mosaic", "triton")}
+    if implementation is None and precision == "exact":
         objections["mosaic"] = objections["mosaic"] or "the exact tensor core form is taken by name alone"
-    objections["interpret"] = chunk_kernels.supported(*sizes, interpret=True)
+    objections["interpret"] = objection(interpret=True)
     return choose("delta_chunks", implementation, objections)
 
 
@@ -548,9 +564,12 @@ def delta_chunks(
 
     Under `grad` the kernel still computes o and S; the backward pass is that of `delta_backward`, in plain XLA.
     `pieces`: of every sequence, at the same time; see `delta_pieces`.
+
+    Raises:
+        ValueError, TypeError, UnsupportedError: as `choose_delta_chunks`.
     """
     precision = _chunk_precision(precision)
-    choice = choose_delta_chunks(v, q.shape[2], q.shape[3], precision, implementation).implementation
+    choice = choose_delta_chunks(v, q.shape[2], q.shape[3], precision, implementation, pieces).implementation
     by_xla = functools.partial(delta.clean_chunks, precision=precision)
     form = by_xla
     if choice != "xla":
@@ -561,6 +580,10 @@ def delta_chunks(
 
 
 def _chunk_precision(precision: str) -> str:
+    """The precision of the chunks where the layer's is this one."""
+    if precision not in PROMPT_PRECISIONS["q4"]:
+        known = ", ".join(PROMPT_PRECISIONS["q4"])
+        raise UnsupportedError(f"precision must be one of {known}, got {precision!r}")
     return precision if precision in chunk_kernels.PRECISIONS else "exact"
 
 

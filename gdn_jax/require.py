@@ -34,4 +34,4 @@ def require_array(name: str, value: Any, dtype: str) -> None:
     if not isinstance(value, jax.Array | np.ndarray | np.generic | jax.ShapeDtypeStruct):
         raise TypeError(f"{name} must be an array, got {type(value).__name__}")
     if value.dtype != dtype:
-        raise TypeError(f"{name} must be {dtype}, got {value.dtype}; cast it with {name}.astype({dtype!r})")
+        raise TypeError(f"{name} must be {dtype}, got {value.dtype}; cast it with .astype({dtype!r})")

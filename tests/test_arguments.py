@@ -15,8 +15,14 @@ def test_an_argument_that_is_no_positive_integer_is_refused(text):
         positive(text)
 
 
+@pytest.mark.parametrize("text", ["2147483648", "99999999999999999999"])
+def test_an_argument_beyond_int32_is_refused(text):
+    with pytest.raises(argparse.ArgumentTypeError, match=f"must be at most 2147483647, got {text}"):
+        positive(text)
+
+
 def test_a_positive_argument_is_its_number():
-    assert (positive("1"), positive("0042")) == (1, 42)
+    assert (positive("1"), positive("0042"), positive("2147483647")) == (1, 42, 2**31 - 1)
 
 
 @pytest.mark.parametrize("value", [3, np.int8(3), np.array(3)])

@@ -85,12 +85,14 @@ def test_each_case_comes_once_more_with_its_gradients(capsys, known_ceiling, qui
 
 @on_cpu
 def test_sequences_can_be_computed_in_pieces(capsys, known_ceiling):
-    arguments = ("--geometry", GEOMETRY, "--tokens", 130, "--precision", "exact", "--pieces", 2, "--json")
+    """The record says how many there were, which are no more than chunks; its command, how many were asked for."""
+    arguments = ("--geometry", GEOMETRY, "--tokens", "1,130", "--precision", "exact", "--pieces", 99, "--json")
     status, out, _ = run(capsys, *arguments)
-    [row] = json.loads(out)["sections"][0]["rows"]
+    one, several = json.loads(out)["sections"][0]["rows"]
     assert status == 0
-    assert (row["case"], row["pieces"]) == ("130 tokens, 6 heads 32x16, in 2 pieces", 2)
-    assert "--pieces 2" in row["command"]
+    assert (one["case"], one["pieces"]) == ("1 tokens, 6 heads 32x16", 1)
+    assert (several["case"], several["pieces"]) == ("130 tokens, 6 heads 32x16, in 3 pieces", 3)
+    assert "--pieces 99" in one["command"]
 
 
 @on_cpu
@@ -128,6 +130,8 @@ def test_what_is_wrong_is_not_timed_and_fails_the_run(capsys, monkeypatch, known
     ("arguments", "message"),
     [
         (["chunk", "--precision", "q8"], "--precision must be exact or bf16 for chunk, got q8"),
+        (["chunk", "--precision", "fp8"], "--precision must be exact or bf16 for chunk, got fp8"),
+        (["chunk", "--geometry", ""], "geometry must be one of qwen3.5-0.8b"),
         (["chunk", "--layers", "2"], "--layers belongs to layer, not to chunk"),
         (["delta", "--backward"], "--backward belongs to chunk, not to delta"),
         (["delta", "--tokens", "64"], "--tokens belongs to chunk, decode, prefill"),
@@ -148,13 +152,27 @@ def test_a_named_kernel_that_cannot_do_it_is_refused(capsys, known_ceiling):
     status, out, err = run(capsys, "--implementation", "mosaic", "--precision", "exact")
     assert (status, out) == (2, "")
     assert "implementation='mosaic' cannot carry out delta_chunks" in err
+    sizes = ("--geometry", "64,1,1,128,128,4", "--tokens", 130, "--pieces", 2, "--precision", "exact")
+    status, out, err = run(capsys, *sizes, "--implementation", "interpret")
+    assert (status, out) == (2, "")
+    assert (
+        "implementation='interpret' cannot carry out delta_chunks: K and V must be at most 128, got K = 128, V" in err
+    )
 
 
-@pytest.mark.parametrize("tokens", ["0", "64,", "64x", ""])
+@pytest.mark.parametrize("tokens", ["0", "64,", "64x", "", "99999999999999999999", "3,3"])
 def test_lengths_are_integers_with_commas_between(tokens):
     with pytest.raises(SystemExit) as stopped:
         cli.main(["bench", "chunk", "--tokens", tokens])
     assert stopped.value.code == 2
+
+
+@pytest.mark.parametrize("option", ["--tokens=3,03", "--batch=1,1", "--shapes=32x32,32x32", "--precision=exact,exact"])
+def test_no_case_is_measured_twice(capsys, option):
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(["bench", "gemv", option])
+    assert stopped.value.code == 2
+    assert "must name each case once, got" in capsys.readouterr().err
 
 
 # ----------------------------------------------------------------------------------------------------------------------

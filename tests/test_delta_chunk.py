@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from gdn_jax import delta
+from gdn_jax import delta, ops
+from gdn_jax.errors import UnsupportedError
 from gdn_jax.evidence import oracle
 from gdn_jax.evidence.metrics import rms_rel
 from tests.support import tolerances
@@ -176,9 +177,25 @@ def test_no_tokens():
     assert_same_bits(np.asarray(after), s)
 
 
-def test_a_chunk_of_none_is_refused():
-    with pytest.raises(ValueError, match="chunk must be at least 1, got 0"):
-        delta.clean_chunks(*map(jnp.asarray, operands(1)), chunk=0)
+def test_no_rows():
+    s, *sequences = operands(3)
+    o, after = chunked(s[:0], *(x[:, :0] for x in sequences))
+    assert (o.shape, after.shape) == ((3, 0, 6, 20), (0, 6, 12, 20))
+
+
+@pytest.mark.parametrize(("chunk", "error"), [(0, ValueError), (-1, ValueError), (True, TypeError)])
+def test_a_chunk_of_none_is_refused(chunk, error):
+    with pytest.raises(error, match=f"chunk must be (at least 1|an integer), got {chunk!r}"):
+        delta.clean_chunks(*map(jnp.asarray, operands(1)), chunk=chunk)
+
+
+@pytest.mark.parametrize("precision", ["bfloat16", "BF16", "fp32", ""])
+def test_an_unknown_precision_is_not_taken_for_exact(precision):
+    arrays = tuple(map(jnp.asarray, operands(1)))
+    with pytest.raises(UnsupportedError, match=f"precision must be one of exact, bf16, got {precision!r}"):
+        delta.delta_chunk(*arrays, precision=precision)
+    with pytest.raises(UnsupportedError, match=f"precision must be one of exact, q8, bf16, got {precision!r}"):
+        ops.delta_chunks(*arrays, precision=precision, implementation=None)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

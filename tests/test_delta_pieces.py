@@ -9,7 +9,8 @@ import pytest
 
 from gdn_jax import ops
 from gdn_jax.delta import CHUNK, clean_chunks
-from gdn_jax.delta_pieces import in_pieces
+from gdn_jax.delta_pieces import in_pieces, number_of_pieces, shapes_of_v
+from gdn_jax.errors import UnsupportedError
 from gdn_jax.evidence.metrics import rms_rel
 from tests.test_kernel_delta_chunk import operands, serial
 
@@ -84,6 +85,50 @@ def test_kernels_compute_pieces_too(implementation):
         assert rms_rel(got, want) <= EXACT
 
 
-def test_a_number_of_pieces_that_is_none():
-    with pytest.raises(ValueError, match="pieces must be at least 1, got 0"):
-        in_pieces(clean_chunks, 0)
+@pytest.mark.parametrize(
+    ("tokens", "pieces", "count"),
+    [(1, 1, 1), (1, 9, 1), (64, 2, 1), (65, 2, 2), (130, 99, 3), (320, 4, 3), (512, 8, 8)],
+)
+def test_the_pieces_that_are_computed(tokens, pieces, count):
+    """Their number and every v that a form is given, which are those that a form of zeros meets."""
+    met = []
+
+    def form(s, q, k, v, beta, g):
+        met.append(v.shape)
+        return jnp.zeros_like(v), jnp.zeros_like(s)
+
+    given = operands(tokens, 2, 1, 2, 12, 20)
+    jax.eval_shape(in_pieces(form, pieces), *given)
+    assert number_of_pieces(tokens, pieces) == count
+    assert tuple(met) == shapes_of_v(given[3].shape, 12, pieces)
+    assert [(shape[1], shape[3]) for shape in met] == ([(2, 20)] if count == 1 else [(2 * count, 32), (2 * count, 20)])
+
+
+@pytest.mark.parametrize(("pieces", "chosen"), [(1, "triton"), (2, "xla")])
+def test_a_kernel_must_take_the_columns_of_both_passes(monkeypatch, pieces, chosen):
+    """K + V of them, in the 27B geometry 256; the first 64 tokens are one piece however many are asked for."""
+
+    def supported(batch, tokens, key_heads, heads, key_dim, columns, precision, *, backend="triton", interpret=False):
+        return "too many columns" if backend != "triton" or columns > 128 else None
+
+    monkeypatch.setattr(ops.chunk_kernels, "supported", supported)
+    for tokens, expected in ((64, "triton"), (65, chosen)):
+        v = jax.ShapeDtypeStruct((tokens, 1, 48, 128), jnp.float32)
+        assert ops.choose_delta_chunks(v, 16, 128, "exact", None, pieces).implementation == expected
+
+
+@pytest.mark.parametrize(
+    ("key_dim", "value_dim", "precision"), [(128, 128, "exact"), (100, 60, "exact"), (65, 64, "bf16")]
+)
+def test_a_named_kernel_that_does_not_take_both_passes_is_refused(key_dim, value_dim, precision):
+    given = operands(65, 1, 1, 1, key_dim, value_dim)
+    with pytest.raises(UnsupportedError, match=f"got K = {key_dim}, V = {key_dim + value_dim} .in pieces"):
+        ops.delta_chunks(*given, precision=precision, implementation="interpret", pieces=2)
+
+
+@pytest.mark.parametrize(("pieces", "error"), [(0, ValueError), (-1, ValueError), (True, TypeError)])
+def test_a_number_of_pieces_that_is_none(pieces, error):
+    with pytest.raises(error, match=f"pieces must be (at least 1|an integer), got {pieces}"):
+        in_pieces(clean_chunks, pieces)
+    with pytest.raises(error, match=f"pieces must be (at least 1|an integer), got {pieces}"):
+        ops.delta_chunks(*operands(1, *SIZES[1:]), precision="exact", implementation="xla", pieces=pieces)

@@ -57,14 +57,14 @@ def stacked(copies):
 
 # What is wrong -> the arguments that differ from a good call, the error, its message.
 BAD_CALLS = {
-    "x-rank": ({"x": jnp.ones(D)}, ValueError, r"x must be .*B=2.*got shape .*36"),
-    "x-batch": ({"x": jnp.ones((3, D))}, ValueError, r"x must be .*B=2.*got shape .*3, 36"),
-    "x-hidden": ({"x": jnp.ones((B, D + 1))}, ValueError, r"x must be .*D=36.*got .*2, 37"),
-    "x-bfloat16": ({"x": X.astype(jnp.bfloat16)}, TypeError, "x must be float32, got bfloat16"),
-    "x-float16": ({"x": X.astype(jnp.float16)}, TypeError, "x must be float32, got float16"),
-    "x-int": ({"x": X.astype(jnp.int32)}, TypeError, "x must be float32, got int32"),
-    "x-float64": ({"x": np.ones((B, D))}, TypeError, "x must be float32, got float64"),
-    "x-none": ({"x": None}, TypeError, "x must be"),
+    "x-rank": ({"x": jnp.ones(D)}, ValueError, r"^xs? must be .*B=2.*got shape .*36"),
+    "x-batch": ({"x": jnp.ones((3, D))}, ValueError, r"^xs? must be .*B=2.*got shape .*3, 36"),
+    "x-hidden": ({"x": jnp.ones((B, D + 1))}, ValueError, r"^xs? must be .*D=36.*got .*2, 37"),
+    "x-bfloat16": ({"x": X.astype(jnp.bfloat16)}, TypeError, "^xs? must be float32, got bfloat16"),
+    "x-float16": ({"x": X.astype(jnp.float16)}, TypeError, "^xs? must be float32, got float16"),
+    "x-int": ({"x": X.astype(jnp.int32)}, TypeError, "^xs? must be float32, got int32"),
+    "x-float64": ({"x": np.ones((B, D))}, TypeError, "^xs? must be float32, got float64"),
+    "x-none": ({"x": None}, TypeError, "^xs? must be"),
     "layer-high": ({"layer": L}, ValueError, r"layer must lie in 0 … 2 .*got 3"),
     "layer-high-array": ({"layer": jnp.int32(L)}, ValueError, r"layer must lie in 0 … 2 .*got 3"),
     "layer-negative": ({"layer": -1}, ValueError, r"layer must lie in 0 … 2 .*got -1"),
@@ -110,7 +110,9 @@ BAD_CALLS = {
     "weights-none": ({"w": None}, TypeError, "GdnWeights.*got NoneType"),
     "weights-list": ({"w": [W, W, W]}, TypeError, "GdnWeights.*got list"),
     "weights-shape": ({"w": weights_with(norm=W.norm[1:])}, ValueError, r"norm must have shape \(20,\).*got \(19,\)"),
-    "weights-dtype": ({"w": weights_with(b=W.b.astype(jnp.bfloat16))}, TypeError, "b must be float32, got bfloat16"),
+    "weights-dtype": (
+        {"w": weights_with(b=W.b.astype(jnp.bfloat16))}, TypeError, r"b must be float32, got bfloat16; cast it with"
+    ),
     "weights-swapped": ({"w": weights_with(b=W.conv)}, ValueError, "b must have shape"),
     "weights-leaf-missing": ({"w": weights_with(norm=None)}, TypeError, "norm"),
     "stack-short": ({"w": stacked(2)}, StateMismatchError, "2.* 3"),
@@ -133,9 +135,9 @@ def test_a_bad_call_is_refused(function, name):
 
 
 def test_scan_takes_no_single_token_and_step_no_sequence():
-    with refuses(ValueError, r"x must be \[T B D\].*got shape \(2, 36\)"):
+    with refuses(ValueError, r"^xs must be \[T B D\].*got shape \(2, 36\)"):
         gdn.scan(W, STATE, X, cfg=CFG)
-    with refuses(ValueError, r"x must be \[B D\].*got shape \(1, 2, 36\)"):
+    with refuses(ValueError, r"^x must be \[B D\].*got shape \(1, 2, 36\)"):
         gdn.step(W, STATE, X[None], cfg=CFG)
 
 

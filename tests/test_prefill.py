@@ -1,5 +1,6 @@
 """Prefill against the float64 oracle and against `step`: whole, in parts, padded and packed; and what it refuses."""
 
+import functools
 import inspect
 import itertools
 import re
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 
 import gdn_jax as gdn
+from gdn_jax import sequence
 from gdn_jax.errors import UnsupportedError
 from gdn_jax.evidence.metrics import rms_rel
 from gdn_jax.q4 import dequantize, quantize
@@ -352,7 +354,14 @@ BAD_SEQUENCES = {
     "lengths-scalar": ({"lengths": 2}, ValueError, r"lengths must be \[B\] = \[2\], got shape \[\]"),
     "lengths-float": ({"lengths": [1.0, 2.0]}, TypeError, r"lengths must be integers \[B\], got float64"),
     "lengths-bool": ({"lengths": jnp.ones(2, bool)}, TypeError, r"lengths must be integers \[B\], got bool"),
-    "lengths-beyond-int32": ({"lengths": [2**32, 0]}, ValueError, "lengths must fit int32, got .*4294967296"),
+    "lengths-beyond-int32": ({"lengths": [2**32, 0]}, ValueError, r"lengths must lie in 0 … 2 .*got \[4294967296, 0\]"),
+    "lengths-uint32": ({"lengths": jnp.array([2**32 - 1, 0], jnp.uint32)}, ValueError, "lengths must lie in 0 … 2"),
+    "lengths-empty": ({"lengths": []}, ValueError, r"lengths must be \[B\] = \[2\], got shape \[0\]"),
+    "lengths-ragged": (
+        {"lengths": [[1], [1, 2]]},
+        ValueError,
+        r"lengths must be integers \[B\], got rows of different",
+    ),
     "ids-shape": ({"segment_ids": np.zeros((2, 3), int)}, ValueError, r"segment_ids must be \[T B\] = \[2, 2\].*3\]"),
     "ids-transposed": ({"segment_ids": [0, 0]}, ValueError, r"segment_ids must be \[T B\] = \[2, 2\].*\[2\]"),
     "ids-float": ({"segment_ids": jnp.zeros((2, 2))}, TypeError, r"segment_ids must be integers \[T B\], got float32"),
@@ -367,8 +376,59 @@ def test_bad_lengths_and_ids_are_refused(name):
         gdn.prefill(W, STATE, jnp.ones((2, B, D)), cfg=CFG, **changes)
 
 
+WIDE_IDS = {
+    "int64": np.array([[5, 2**32], [5, 2**32], [5 + 2**32, 2**33], [5, 2**33], [-(2**63), 2**62]]),
+    "uint64": np.array([[0, 2**64 - 1], [0, 2**64 - 1], [2**32, 2**63], [0, 2**63], [1, 0]], np.uint64),
+}
+
+
+@pytest.mark.parametrize("how", ["numpy", "jax", "traced"])
+@pytest.mark.parametrize("dtype", WIDE_IDS)
+def test_ids_of_64_bits_part_documents_where_they_change(dtype, how):
+    """Also where what int32 would keep of them does not change."""
+    ids = WIDE_IDS[dtype]
+    with jax.enable_x64(True):
+        found = checked(sequence._check_segment_ids, ids, how)
+    assert found.dtype == np.int32
+    np.testing.assert_array_equal(found[1:] != found[:-1], ids[1:] != ids[:-1])
+
+
+def test_lengths_of_64_bits_count_as_the_nearer_end():
+    """Where they are traced; their values are refused where they are known."""
+    lengths = np.array([2**32 + 3, 3 - 2**32, 3])
+    with jax.enable_x64(True):
+        found = checked(sequence._check_lengths, lengths, "traced")
+        for how in ("numpy", "jax"):
+            with pytest.raises(ValueError, match=r"lengths must lie in 0 … 5 .*got \[4294967299, -4294967293, 3\]"):
+                checked(sequence._check_lengths, lengths, how)
+    assert found.dtype == np.int32
+    assert found.tolist() == [5, 0, 3]
+    assert checked(sequence._check_lengths, np.array([2**32 - 1, 3], np.uint32), "traced").tolist() == [5, 3]
+
+
+def checked(check, values, how):
+    """What `check` makes of values of a sequence of 5 tokens that come as `how` says."""
+    by_sizes = functools.partial(check, tokens=5, batch=values.shape[-1])
+    return np.asarray(
+        jax.jit(by_sizes)(values) if how == "traced" else by_sizes(values if how == "numpy" else jnp.asarray(values))
+    )
+
+
+def test_no_rows():
+    none = jax.tree.map(lambda leaf: leaf[:, :0], STATE)
+    ys, after = gdn.prefill(W, none, jnp.zeros((3, 0, D)), cfg=CFG, lengths=[], segment_ids=np.zeros((3, 0), int))
+    assert ys.shape == (3, 0, D)
+    assert after.S.shape == none.S.shape
+
+
+def test_derivatives_are_in_reverse_mode_alone():
+    xs = jnp.ones((2, B, D))
+    with pytest.raises(TypeError, match="forward-mode"):
+        jax.jvp(lambda xs: prefill(W, STATE, xs, cfg=CFG)[0], (xs,), (xs,))
+
+
 def test_a_sequence_is_no_token():
-    with refuses(ValueError, r"x must be \[T B D\].*got shape \(2, 36\)"):
+    with refuses(ValueError, r"^xs must be \[T B D\].*got shape \(2, 36\)"):
         gdn.prefill(W, STATE, X, cfg=CFG)
 
 

@@ -17,6 +17,7 @@ from gdn_jax.bench import chunk_case, gate, peers
 from gdn_jax.bench.chunk_case import Form, Programs, Sequences
 from gdn_jax.bench.request import Request
 from gdn_jax.bench.rows import Row
+from gdn_jax.delta_pieces import number_of_pieces
 
 __all__ = ["run", "with_rates"]
 
@@ -28,6 +29,7 @@ class Asked(NamedTuple):
     precision: str
     implementation: str
     pieces: int
+    """So many as are computed, which a short sequence has fewer of than were asked for."""
 
 
 def run(request: Request) -> Iterator[Row]:
@@ -71,7 +73,7 @@ def _measured(cases: list[Sequences], request: Request) -> Iterator[Row]:
         (case, precision): chunk_case.operands_of(case, precision) for case in cases for precision in request.precisions
     }
     asked = [
-        Asked(case, precision, name, request.pieces)
+        Asked(case, precision, name, number_of_pieces(case.tokens, request.pieces))
         for (case, precision), inputs in given.items()
         for name in _implementations(case, precision, inputs[3], request)
     ]
@@ -92,7 +94,7 @@ def _measured(cases: list[Sequences], request: Request) -> Iterator[Row]:
 
 def _implementations(case: Sequences, precision: str, v: object, request: Request) -> tuple[str, ...]:
     """Those asked for, or the chosen one and, if that is another one, XLA."""
-    choice = ops.choose_delta_chunks(v, case.key_heads, case.key_dim, precision, request.implementation)
+    choice = ops.choose_delta_chunks(v, case.key_heads, case.key_dim, precision, request.implementation, request.pieces)
     return tuple(dict.fromkeys((choice.implementation, request.implementation or "xla")))
 
 

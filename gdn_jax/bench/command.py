@@ -133,8 +133,15 @@ def _check(options: argparse.Namespace) -> None:
         raise ValueError(f"--plot must end in {' or '.join(_PLOTS)}, got {options.plot.name!r}")
 
 
+def _once[T](values: tuple[T, ...], text: str) -> tuple[T, ...]:
+    """The values, of which none may come twice: its rows would."""
+    if len(set(values)) != len(values):
+        raise argparse.ArgumentTypeError(f"must name each case once, got {text!r}")
+    return values
+
+
 def _integers(text: str) -> tuple[int, ...]:
-    return tuple(positive(part) for part in text.split(","))
+    return _once(tuple(positive(part) for part in text.split(",")), text)
 
 
 def _shapes(text: str) -> tuple[tuple[int, int], ...]:
@@ -147,15 +154,12 @@ def _shapes(text: str) -> tuple[tuple[int, int], ...]:
         if columns % 32:
             raise argparse.ArgumentTypeError(f"the columns of a 4-bit matrix are a multiple of 32, got {part!r}")
         shapes.append((rows, columns))
-    return tuple(shapes)
+    return _once(tuple(shapes), text)
 
 
 def _precisions(text: str) -> tuple[str, ...]:
-    named = tuple(text.split(","))
-    known = dict.fromkeys(itertools.chain.from_iterable(_PRECISIONS.values()))
-    if not set(named) <= set(known) or len(set(named)) != len(named):
-        raise argparse.ArgumentTypeError(f"must be {' or '.join(known)}, each once, got {text!r}")
-    return named
+    """Whether there are such is known with the subject."""
+    return _once(tuple(text.split(",")), text)
 
 
 def _seconds(text: str) -> float:

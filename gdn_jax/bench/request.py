@@ -29,7 +29,7 @@ class Request:
     lengths: tuple[int, ...] = ()
     """Tokens of sequences; the subject that has them takes every combination with `batches`."""
     pieces: int = 1
-    """Of every sequence, that are computed at the same time."""
+    """Of every sequence, that are computed at the same time; a sequence has no more of them than chunks."""
     backward: bool = False
     """Whether to time sequences with their gradients too."""
     decoder: DecoderConfig | None = None

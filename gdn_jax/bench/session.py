@@ -94,7 +94,8 @@ def carry_out(options: argparse.Namespace) -> int:
 def _request(options: argparse.Namespace) -> Request:
     on_cpu = _on_cpu()
     ops.check_implementation(options.implementation)
-    name, cfg = parse_geometry(options.geometry or (CPU_GEOMETRY if on_cpu else GEOMETRY))
+    usual = CPU_GEOMETRY if on_cpu else GEOMETRY
+    name, cfg = parse_geometry(usual if options.geometry is None else options.geometry)
     published = GEOMETRIES[name].layers if name in GEOMETRIES and not on_cpu else CPU_LAYERS
     whole = models.decoder_by_name(name, cfg) if options.subject in WHOLE_MODELS else None
     tier = options.tier or "q4"

@@ -36,8 +36,10 @@ def delta_chunk(
     "exact" is float32 in quality throughout. "bf16" rounds the operands of matrix products to bfloat16 and sums in
     float32; decays, the triangular system and S are float32 in both. The same program gives the same bits, and a row's
     do not depend on what other rows hold. Operands must be finite, but that g may be -inf, a full reset; keys have a
-    length of at most 1 and beta lies in 0 … 1, or S may overflow. Padding is k = v = beta = g = 0, which neither writes
-    nor decays. There is no derivative and no `vmap`.
+    length of at most 1 and beta lies in 0 … 1, or S may overflow. It also does where an entry of S is above 2^108 at
+    "exact", 2^124 at "bf16": o and S are then NaN in the whole row, behind a reset too. Errors are relative to the
+    largest value of a chunk (README.md). Padding is k = v = beta = g = 0, which neither writes nor decays. There is no
+    derivative and no `vmap`.
 
     Args:
         s: float32 [B, H, K, V].
