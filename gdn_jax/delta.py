@@ -69,7 +69,7 @@ def delta_chunk(
 
     Rounding: an error is relative to the largest value that the chunk has held, one that was overwritten under the same
     key included; in the serial form it fades with that value. With one key for all tokens, beta = 0.98 and no decay, a
-    v[3] a thousand times as large as the others leaves an error of 3.3e-4 of a later token's o, serially 5e-7.
+    v[3] a thousand times as large as the others leaves an error of 3.5e-4 of a later token's o, serially 5e-7.
 
     NaN and infinities stay where the serial form keeps them: in their row, and from their token to the end of their
     document; within these in one value column, if they come in v or S. What they reach is NaN, and carries no gradient.

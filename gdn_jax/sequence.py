@@ -48,7 +48,7 @@ def prefill(
 
     Rounding in the delta rule is relative to the largest value of a chunk, in `scan` to a token's own. That differs
     where a large v or S is overwritten under the same key within a chunk: after one v a thousand times as large as the
-    rest, 3.3e-4 of a later token's output of the rule instead of 5e-7, with equal keys, beta = 0.98 and no decay.
+    rest, 3.5e-4 of a later token's output of the rule instead of 5e-7, with equal keys, beta = 0.98 and no decay.
 
     `lengths` int [B]: row b has tokens 0 … lengths[b] - 1, and the rest of xs is padding that is never used, NaN
     included. ys is 0 there and the state is that after the last token; a row of length 0 keeps its state bit for bit.
