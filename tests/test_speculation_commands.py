@@ -110,11 +110,11 @@ def checked(run, folder, little_room):
 def test_drafts_of_every_kind_change_nothing(checked):
     rows, failed, layers = checked()
     assert not failed
-    columns = "drawing drafts tokens differing rounds proposed accepted rounds_by_accepted S_max_rel passed"
+    columns = "drawing drafts tokens differing rounds proposed accepted rounds_by_accepted S_max_rel bound passed"
     for row in rows.values():
         assert list(row) == columns.split()
         assert (row["tokens"], row["differing"]) == (2 * TOKENS, 0)
-        assert row["S_max_rel"] <= bounds.SPECULATION_STATE
+        assert row["S_max_rel"] <= row["bound"] == bounds.SPECULATION_STATE
         by_accepted = [int(count) for count in row["rounds_by_accepted"].split("/")]
         assert len(by_accepted) == 4  # three proposals at a time
         assert row["rounds"] == sum(by_accepted)
@@ -285,10 +285,32 @@ def test_drafts_that_are_always_right_show_nothing_about_rejection(checked, monk
 
 def test_the_bound_decides(checked, monkeypatch):
     monkeypatch.setattr(bounds, "SPECULATION_STATE", 0.0)
+    monkeypatch.setattr(bounds, "SPECULATION_ROWS", 0.0)
     rows, failed, layers = checked()
     assert failed == {key for key, row in rows.items() if row["S_max_rel"]}
     assert failed
     assert not any(row["passed"] for row in layers)
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_a_model_may_carry_rounding_as_far_as_other_rows_do(checked, monkeypatch, same):
+    """If the prompts beside copies of themselves get the same tokens: else their states tell nothing."""
+    monkeypatch.setattr(bounds, "SPECULATION_STATE", 1e-12)
+    monkeypatch.setattr(bounds, "SPECULATION_ROWS", 1e6)
+    continued = speculation._continued
+
+    def beside(model, prompts, sampling, options, draft):
+        found = continued(model, prompts, sampling, options, draft)
+        if len(prompts) == 8:
+            assert prompts == prompts[:2] * 4
+            found.tokens[1, -1] += not same
+        return found
+
+    monkeypatch.setattr(speculation, "_continued", beside)
+    rows, failed, layers = checked()
+    assert failed == (set() if same else {key for key, row in rows.items() if row["S_max_rel"] > 1e-12})
+    assert failed or same
+    assert {row["bound"] for row in [*rows.values(), *layers]} == {1e-12} or same
 
 
 @pytest.fixture
