@@ -184,6 +184,7 @@ def test_delta(capsys, known_ceiling):
     assert "batch 3, xla f32" in err
 
 
+@pytest.mark.slow
 @on_cpu
 def test_layer(capsys, known_ceiling):
     status, out, err = run(capsys, "layer", "--geometry", "64,2,6,32,32,4", "--layers", 2, "--peers", "--json")

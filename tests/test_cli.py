@@ -50,6 +50,7 @@ def test_a_failed_verdict_is_the_exit_status(capsys, monkeypatch, bound):
     assert "FAILED (per_" in out.rstrip().splitlines()[-1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("quantiser", ["absmax", "q4_0"])
 def test_check_of_4_bit_weights(capsys, tmp_path, quantiser):
     path = save_model(tmp_path / "model", parse_geometry("96,2,6,20,32,4")[1], layers=2)

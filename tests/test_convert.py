@@ -106,6 +106,7 @@ def test_models_of_transformers_keep_every_bit(tmp_path, model):
     assert convert_verify.verify(FIXTURES / model, tmp_path / "b").passed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", [model for model in MODELS if "next" not in model])
 def test_models_of_transformers_go_through_gguf(tmp_path, model):
     expected = values(FIXTURES / model)
@@ -141,6 +142,7 @@ def test_what_gguf_cannot_hold_is_refused_before_any_work(tmp_path):
     assert entries(tmp_path) == ["cut", "tied"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("quantiser", "parts"), [("absmax", "all"), ("q4_0", "all"), ("mse", "gdn")])
 def test_q4_is_the_same_on_every_route(tmp_path, source, quantiser, parts):
     """HF → Orbax, HF → GGUF → Orbax, HF → Orbax → GGUF, and quantising while loading."""
@@ -492,6 +494,7 @@ def test_an_interrupt_leaves_nothing_behind(tmp_path, source, name):
     assert "Traceback" not in err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_an_interrupted_conversion_goes_on_with_resume(tmp_path, source, capsys, number):
     arguments = (source, tmp_path / "model", "--tier", "q4", "--resume")

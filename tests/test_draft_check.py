@@ -123,6 +123,7 @@ def test_a_window_that_named_kernels_cannot_look_at_is_refused_at_once(monkeypat
         model.generate([[1, 2]], max_new_tokens=4, draft=gdn.draft_by_ngrams(16))
 
 
+@pytest.mark.slow
 def test_what_a_drafter_keeps_is_not_given_away():
     """A memory that is its weights, or twice the same array, or one that it keeps: each can be used again."""
     kept = jnp.zeros(2)

@@ -30,6 +30,7 @@ def run(capsys, *arguments):
     return status, *capsys.readouterr()
 
 
+@pytest.mark.slow
 def test_drift_as_json(capsys, small):
     status, out, _ = run(capsys, "--decoder", "model", "--tokens", 5, "--json")
     report = json.loads(out)

@@ -236,6 +236,7 @@ def test_bfloat16_operands_are_their_float32_values(run):
         assert_same_bits((o.astype(np.float32), after), (wide_o.astype(dtype).astype(np.float32), wide_after))
 
 
+@pytest.mark.slow
 def test_tiles_do_not_change_the_result_beyond_rounding(run):
     """One block of columns, several, and a ragged last one; read ahead or not."""
     arrays = operands(*KINDS[:5], 100)

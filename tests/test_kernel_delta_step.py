@@ -154,6 +154,7 @@ def test_step_agrees_with_float64_and_with_xla(interpret, geometry):
     assert_other_layers_untouched(state, x.state)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("geometry", GEOMETRIES)
 def test_layer_step_agrees_with_float64(interpret, geometry):
     """From raw q and k to the gated norm; here every second row rests as well."""
@@ -182,6 +183,7 @@ def test_tiles_do_not_change_the_result_beyond_rounding(run):
 THREE_LIMBS = {"split": functools.partial(group_digits, limbs=3), "limbs": 3}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tiles", [None, Tiles(16, 2)], ids=["whole head", "less than a group"])
 def test_the_output_comes_as_limbs(interpret, tiles):
     """The bits of splitting the output afterwards; V of three groups, so the last block of columns is ragged."""

@@ -204,6 +204,7 @@ def test_a_look_agrees_with_float64_and_changes_nothing(interpret, geometry):
         assert_same_bits(y[length:, row], np.zeros_like(y[length:, row]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("geometry", GEOMETRIES, ids=str)
 def test_a_fold_agrees_with_float64_in_every_layer(interpret, geometry):
     """F21, F31, F34: rows keep all, none, and some; the history is the last of what there is, its bits unchanged."""
@@ -303,6 +304,7 @@ def test_a_fold_in_two_parts_is_the_same_fold(interpret):
 THREE_LIMBS = {"split": functools.partial(group_digits, limbs=3), "limbs": 3}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tiles", [None, Tiles(16, 2)], ids=SHAPES)
 def test_the_output_comes_as_limbs(interpret, tiles):
     """The bits of splitting the output afterwards, rows time-first; V of three groups."""
@@ -344,6 +346,7 @@ def test_tokens_past_the_length_leave_no_trace(how):
     assert_same_bits((after[:, 1], frames[:, 1]), (bad.state[:, 1], bad.history[:, 1]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("geometry", [SMALL, Geometry(1, 3, 64, 100, 1, B=1, T=4)], ids=str)
 @pytest.mark.parametrize("layer", [LAYER, -1, LAYERS])
 def test_what_a_fold_needs_is_kept_in_place(how, geometry, layer):

@@ -77,6 +77,7 @@ def test_trace_agrees_with_float64(case):
     check_taps(case, cases.traced(case))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SMALL_GOLDENS)
 def test_scan_agrees_with_transformers(name):
     check_golden(goldens.load(name))

@@ -147,6 +147,7 @@ def test_scan_takes_a_mask_per_sequence_or_per_token(shape):
         gdn.scan(W, STATE, jnp.ones((4, B, D)), cfg=CFG, active=np.ones(shape, bool))
 
 
+@pytest.mark.slow
 def test_step_and_scan_take_a_mask_as_a_plain_list():
     mask = [True, False]
     y, _ = gdn.step(W, STATE, X, cfg=CFG, active=mask)

@@ -61,6 +61,7 @@ def run(case, w, **options):
     return cases.Run(np.asarray(ys), state, {}), cases.Run(np.stack(outs), stepped, taps)
 
 
+@pytest.mark.slow
 @every_case
 @on_kernels
 def test_a_float32_layer_on_the_kernels_agrees_with_float64(case, name):

@@ -33,6 +33,7 @@ def test_every_route_gives_the_same_q4_layers(tmp_path, quantiser):
         chex.assert_trees_all_close(found.layers.A_log, wanted.layers.A_log, rtol=1.2e-7, atol=1.2e-7)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("route", ["hf", "model.gguf", "orbax"])
 def test_check_passes_in_tier_q4_on_every_route(capsys, tmp_path, route):
     path = SOURCE

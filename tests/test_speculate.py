@@ -240,6 +240,7 @@ def check_plan(planned, sampling, wanted, ends=()):
 # The loop on the device
 
 
+@pytest.mark.slow
 @SAMPLINGS
 @pytest.mark.parametrize("seed", range(6))
 def test_whatever_is_proposed_the_tokens_are_those_of_the_plain_loop(sampling, seed):
@@ -290,6 +291,7 @@ def test_counts_can_be_anything_and_are_never_trusted():
     assert (counts.proposed, counts.accepted) == (0, 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sampling", [GREEDY, dataclasses.replace(DRAWING, repetition_penalty=1.0)])
 def test_hidden_states_are_those_of_the_tokens_and_draws_those_of_the_places(sampling):
     """A drafter that computes as the model does is always right: over prompts, and over whatever was accepted."""
@@ -655,6 +657,7 @@ def assert_results(got, want):
         assert_states(got.state, want.state)
 
 
+@pytest.mark.slow
 @EITHER
 def test_results_are_those_without_drafts(model, draft, sampling):
     """Tokens, lengths, texts, reasons and states of rows that end early, inside of rounds, and at their length."""

@@ -107,6 +107,7 @@ def checked(run, folder, little_room):
     return call
 
 
+@pytest.mark.slow
 def test_drafts_of_every_kind_change_nothing(checked):
     rows, failed, layers = checked()
     assert not failed
@@ -428,6 +429,7 @@ def continued(run, single):
     return call
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("drawing", [(), DRAWING], ids=["greedy", "drawn"])
 @pytest.mark.parametrize("how", ["ngram", "{single}", "{other}"], ids=["n-grams", "itself", "another model"])
 def test_drafts_change_how_fast_a_text_comes_and_not_the_text(continued, single, other, how, drawing):

@@ -391,6 +391,7 @@ def refused_or_same(path, values, file):
     return True
 
 
+@pytest.mark.slow
 def test_a_flipped_bit_in_any_file_is_refused_or_harmless(whole, tmp_path):
     """Positions in every file, its ends included; the data files must never pass with a bit flipped inside a tensor."""
     draw, values = random.Random(0), random_values()
@@ -405,6 +406,7 @@ def test_a_flipped_bit_in_any_file_is_refused_or_harmless(whole, tmp_path):
     assert refused > 30
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["cut", "emptied", "removed", "a directory", "another's"])
 def test_files_that_are_cut_missing_or_exchanged_are_refused_or_harmless(whole, tmp_path, how):
     values = random_values()

@@ -87,6 +87,7 @@ def test_gates_are_the_same_bits_in_both_tiers(f32, q4):
     assert rms_rel(b["XC"], a["XC"]) > 1e-2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pattern", [("f32", "q4", "f32"), ("q4", "f32", "q4")])
 def test_mixed_tuple_equals_each_layer_alone(f32, q4, pattern):
     weights = tuple({"f32": f32, "q4": q4}[tier] for tier in pattern)

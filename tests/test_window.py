@@ -143,6 +143,7 @@ def row_of(tree, row):
 # Against steps
 
 
+@pytest.mark.slow
 def test_looking_gives_the_logits_of_steps(case):
     """F34: after every token, to depths that differ; 0 behind them."""
     lengths, ids = (case.tokens, 1, 0), case.ids()

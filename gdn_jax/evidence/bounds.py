@@ -31,8 +31,8 @@ STATE_27B_LONG = 4.4e-6
 # round otherwise. Measured: 2e-6 to 7.1e-6 on small models.
 SPECULATION_STATE = 1e-5
 
-# The same where a model carries rounding further, over what as many rows change without drafts. Measured: 0.3 to 1.1 on
-# models of 4 to 64 layers, where that is 7e-7 to 1.5e-4 (experiments/results/speculation_depth-cpu.jsonl).
+# The same where a model carries rounding further, over what as many rows change without drafts. Measured: 0.5 to 1.0 on
+# float32 models of 4 to 64 layers, where that is 5e-6 to 1.5e-4 (experiments/results/speculation_depth-cpu.jsonl).
 SPECULATION_ROWS = 3.0
 
 # How far the float64 output moves, at a typical token, when every input is rounded to float32 once more.
