@@ -7,7 +7,6 @@ heads are G, H, K and V.
 """
 
 import argparse
-import datetime
 import functools
 import json
 import pathlib
@@ -15,8 +14,9 @@ import time
 
 import jax
 
+from experiments.record import origin
 from gdn_jax import delta
-from gdn_jax.bench import chunk_case, provenance
+from gdn_jax.bench import chunk_case
 from gdn_jax.chunks import CHUNK, by_chunks
 
 FORMS = {"backward pass of its own": delta.clean_chunks, "autodiff": by_chunks}
@@ -31,10 +31,7 @@ def main(results: pathlib.Path, lengths: list[int], heads: list[int]) -> None:
                 rule = chunk_case.passes(functools.partial(form, precision="exact", chunk=CHUNK), case)
                 program = jax.jit(rule).lower(*given).compile()
                 line = {
-                    "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-                    "device": jax.devices()[0].device_kind,
-                    "jax": jax.__version__,
-                    "commit": provenance.commit(),
+                    **origin(),
                     "form": name,
                     "tokens": tokens,
                     "heads": heads,

@@ -7,7 +7,6 @@ error of a token after the 12th, relative to its own o, against the serial rule 
 """
 
 import argparse
-import datetime
 import json
 import pathlib
 
@@ -15,8 +14,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from experiments.record import origin
 from gdn_jax import delta, ops
-from gdn_jax.bench import provenance
+from gdn_jax.bench import chunk_case
 
 TOKENS, KEY_DIM, VALUE_DIM = 64, 128, 32
 FACTORS = (1, 10**2, 10**3, 10**4)
@@ -28,13 +28,10 @@ def main(results: pathlib.Path) -> None:
     with results.open("a") as file:
         for factor in FACTORS:
             given = operands(factor)
-            wanted = serial(*(np.asarray(x, np.float64) for x in given))
+            wanted = np.asarray(chunk_case.exact(given).o)
             errors = {name: worst(np.asarray(form(*given)), wanted) for name, form in FORMS.items()}
             line = {
-                "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-                "device": jax.devices()[0].device_kind,
-                "jax": jax.__version__,
-                "commit": provenance.commit(),
+                **origin(),
                 "factor": factor,
                 **errors,
             }
@@ -54,33 +51,13 @@ def operands(factor: int) -> tuple[jax.Array, ...]:
     return tuple(jnp.asarray(x, jnp.float32) for x in arrays)
 
 
-def serial(s, q, k, v, beta, g):
-    """o of every token, one after the other."""
-    outputs = []
-    s = s[0, 0]
-    for t in range(TOKENS):
-        s = s * np.exp(g[t, 0, 0])
-        s = s + np.outer(k[t, 0, 0], beta[t, 0, 0] * (v[t, 0, 0] - k[t, 0, 0] @ s))
-        outputs.append(q[t, 0, 0] @ s)
-    return np.stack(outputs)[:, None, None]
-
-
-@jax.jit
-def by_steps(s, *tokens):
-    def one(s, token):
-        o, s = delta.delta_step(s, *token)
-        return s, o
-
-    return jax.lax.scan(one, s, tokens)[1]
-
-
 @jax.jit
 def by_kernel(*given):
     return ops.delta_chunks(*given, precision="exact", implementation="interpret")[0]
 
 
 FORMS = {
-    "serial, float32": by_steps,
+    "serial, float32": lambda *given: chunk_case.serially(*given)[0],
     "XLA": jax.jit(lambda *given: delta.delta_chunk(*given)[0]),
     "exact, Triton form interpreted": by_kernel,
 }

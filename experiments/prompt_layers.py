@@ -8,7 +8,6 @@ Appends a line for every case: milliseconds, median of five calls from the host,
 
 import argparse
 import dataclasses
-import datetime
 import json
 import pathlib
 import statistics
@@ -18,7 +17,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gdn_jax.bench import models, provenance
+from experiments.record import origin
+from gdn_jax.bench import models
 from gdn_jax.decoder.attention import Cache
 from gdn_jax.decoder.config import DECODERS
 from gdn_jax.decoder.mlp import mlp_rows
@@ -38,10 +38,7 @@ def main(
         for precision in precisions:
             for what, tokens, program, carry in cases(cfg, precision, sizes, parts=parts):
                 line = {
-                    "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-                    "device": jax.devices()[0].device_kind,
-                    "jax": jax.__version__,
-                    "commit": provenance.commit(),
+                    **origin(),
                     "geometry": geometry,
                     "layers": layers if what == "whole" else 1,
                     "what": what,

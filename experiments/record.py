@@ -11,7 +11,19 @@ import pathlib
 import subprocess
 import sys
 
+import jax
+
 from gdn_jax.bench.provenance import commit
+
+
+def origin() -> dict[str, str | None]:
+    """Where the figures of a script in this process come from: the fields that begin each of its lines."""
+    return {
+        "date": _today(),
+        "device": jax.devices()[0].device_kind,
+        "jax": jax.__version__,
+        "commit": commit(),
+    }
 
 
 def main(results: str, *arguments: str) -> int:
@@ -21,7 +33,7 @@ def main(results: str, *arguments: str) -> int:
         [sys.executable, "-m", "gdn_jax.cli", *arguments, "--json"], stdout=subprocess.PIPE, text=True, check=False
     )
     line = {
-        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "date": _today(),
         "commit": revision,
         "command": " ".join(("gdn", *arguments)),
         "status": ran.returncode,
@@ -30,6 +42,10 @@ def main(results: str, *arguments: str) -> int:
     with pathlib.Path(results).open("a") as file:
         file.write(json.dumps(line) + "\n")
     return ran.returncode
+
+
+def _today() -> str:
+    return datetime.datetime.now(datetime.UTC).date().isoformat()
 
 
 if __name__ == "__main__":

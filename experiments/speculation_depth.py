@@ -9,13 +9,11 @@ window having four tokens, and of the prompts beside three copies of themselves.
 
 import argparse
 import dataclasses
-import datetime
 import json
 import pathlib
 
-import jax
-
-from gdn_jax.bench import models, provenance
+from experiments.record import origin
+from gdn_jax.bench import models
 from gdn_jax.decoder.decoder import Decoder
 from gdn_jax.evidence import bounds, speculation, subjects
 
@@ -37,10 +35,7 @@ def main(results: pathlib.Path, depths: list[int], tiers: list[str]) -> None:
                 rows = [dict(zip(drafts.columns, row, strict=True)) for row in drafts.rows]
                 limit = max(row["bound"] for row in rows)
                 line = {
-                    "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-                    "device": jax.devices()[0].device_kind,
-                    "jax": jax.__version__,
-                    "commit": provenance.commit(),
+                    **origin(),
                     "geometry": GEOMETRY,
                     "tier": tier,
                     "layers": depth,

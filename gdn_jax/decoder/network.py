@@ -24,11 +24,6 @@ class TextNetwork(SpeculativeNetwork):
 
     @property
     @override
-    def vocab(self) -> int:
-        return self.cfg.vocab
-
-    @property
-    @override
     def hidden(self) -> int:
         return self.cfg.hidden
 

@@ -55,11 +55,6 @@ class SpeculativeNetwork(Network):
 
     @property
     @abc.abstractmethod
-    def vocab(self) -> int:
-        """The number of tokens that it tells apart."""
-
-    @property
-    @abc.abstractmethod
     def hidden(self) -> int:
         """D, the size of its hidden state of a token."""
 
@@ -292,7 +287,7 @@ class SpeculativeGeneration(Generation):
         self._missing = np.full(batch, wanted)
         drafter, draft_weights = drafting.drafter, drafting.weights
         self._memory = begun(drafter, draft_weights, batch=batch, capacity=rows.capacity)
-        sizes = {"batch": batch, "vocab": network.vocab, "hidden": network.hidden}
+        sizes = {"batch": batch, "vocab": rows.seen.shape[1], "hidden": network.hidden}
         check_methods(drafter, draft_weights, self._memory, **sizes)
         self._tell(known or [()] * batch)
         super().__init__(network, weights, rows, policy, wanted=wanted, **settings)

@@ -5,6 +5,7 @@ proposals occurs, rejections follow each other, and rows of a batch differ, what
 """
 
 import dataclasses
+import operator
 from collections.abc import Iterator
 from typing import Any
 
@@ -49,22 +50,20 @@ def run(name: str, model: Decoder, options: Options) -> Iterator[Section]:
     """
     _check_patterns(options)
     prompts = [_prompt(row, size, model) for row, size in enumerate(_PROMPTS)]
-    rows, worst = [], None
+    rows, states = [], []
     for how, sampling in (("greedy", GREEDY), ("sampled", _SAMPLED)):
         plain = _continued(model, prompts, sampling, options, None)
         limits = _limits(model, prompts, sampling, options, plain)
         for label, drafting in _drafts(prompts, plain, model.cfg.vocab, options, everything=sampling is GREEDY):
             found = _continued(model, prompts, sampling, options, drafting)
             errors = _state_errors(found, plain)
-            rows.append(_row(how, label, found, plain, errors, limits, options))
-            if worst is None or _worst(errors, limits) > _worst(*worst):
-                worst = errors, limits
+            states.append((_worst(errors, limits), errors, limits))
+            rows.append(_row(how, label, found, plain, states[-1][0], options))
     columns = ("drawing", "drafts", "tokens", "differing", "rounds", "proposed", "accepted", "rounds_by_accepted")
     columns = (*columns, "S_max_rel", "bound", "passed")
     title = f"{name}: {len(prompts)} rows of {options.tokens} tokens, with drafts against without"
     yield Section("speculation", title, columns, rows, all(row[-1] for row in rows))
-    assert worst is not None
-    errors, limits = worst
+    _, errors, limits = max(states, key=operator.itemgetter(0))
     layers = [(layer, error, limits[layer], error <= limits[layer]) for layer, error in errors.items()]
     title = f"S and history after {options.tokens} tokens, max_rel of the worst run above by GDN layer"
     yield Section(
@@ -144,14 +143,13 @@ def _row(
     label: str,
     found: GenerateResult,
     plain: GenerateResult,
-    errors: dict[int, float],
-    limits: dict[int, float],
+    worst: tuple[bool, float, float],
     options: Options,
 ) -> tuple[Any, ...]:
     differing = int(np.sum(found.tokens != plain.tokens))
     drafts = found.drafts
     assert drafts is not None
-    beyond, error, limit = _worst(errors, limits)
+    beyond, error, limit = worst
     good = differing == 0 and not beyond and _as_meant(label, drafts, options)
     histogram = "/".join(map(str, drafts.by_accepted))
     counted = (drafts.rounds, drafts.proposed, drafts.accepted, histogram)
