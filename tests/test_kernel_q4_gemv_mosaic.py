@@ -91,6 +91,10 @@ def run(request, monkeypatch):
         (24, 2048, 1, 3, SMALL),
         (40, 1024, 2, 3, MosaicTile(32, 1)),
         (8, 3072, 3, 3, SMALL),
+        (24, 2048, 4, 3, SMALL),
+        (40, 1024, 4, 2, MosaicTile(32, 3)),
+        (8, 1024, 4, 1, MosaicTile(32, 1)),
+        (8, 2048, 5, 3, SMALL),
         (72, 1024, 8, 2, MosaicTile(32, 4)),
     ],
 )
@@ -116,7 +120,7 @@ def test_bits_depend_neither_on_the_cut_nor_on_rows_next_door(run):
     np.testing.assert_array_equal(y[:, ~bad], clean[:, ~bad])
 
 
-@pytest.mark.parametrize(("batch", "limbs"), [(2, 3), (3, 1)])
+@pytest.mark.parametrize(("batch", "limbs"), [(2, 3), (3, 1), (4, 3)])
 def test_a_non_finite_activation_spoils_its_row_alone(run, batch, limbs):
     q, x = stack(16, 1024), activations((batch, 1024))
     codes, scales = q.to_logical()
@@ -166,7 +170,7 @@ def test_shapes_that_copies_cannot_cut():
         assert str(shape) in str(mosaic_unsupported([(2, 8, 1024), shape]))
 
 
-@pytest.mark.parametrize("batch", [1, 2, 3, 8])
+@pytest.mark.parametrize("batch", [1, 2, 3, 4, 8])
 def test_lowers_for_cuda_without_a_gpu(batch):
     call = jax.jit(functools.partial(launch_mosaic.__wrapped__, tile=MosaicTile(32, 2)))
     traced = call.trace(*operands([(4, 16384, 5120)], batch))

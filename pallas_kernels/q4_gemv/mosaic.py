@@ -4,10 +4,11 @@
 of the codes is its operand as it lies: word 4g + a of a row holds columns 32g + 4a … + 3 and 32g + 16 + 4a … + 3, which
 are what lane a of four wants of that row. What the 8 columns are depends on the batch:
 
-    batch 1 and 2:  every limb of every row of x, limb-major. One instruction per group; limbs are added at the end.
-    batch 3 to 8:   the rows of x. One instruction per limb; D = d_1 + d_2 / 256 + d_3 / 65536 is formed per group.
+    batch 1, 2, 4:  every limb of every row of x, limb-major. One instruction per group, but two for three limbs of four
+                    rows; limbs are added at the end.
+    others to 8:    the rows of x. One instruction per limb; D = d_1 + d_2 / 256 + d_3 / 65536 is formed per group.
 
-The four warps of a block share its rows and split its groups: 8 groups of every 32 to each.
+The four warps of a block share its rows and split its groups: 4 groups of every 16 to each.
 """
 
 import functools
@@ -15,6 +16,7 @@ from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
@@ -29,14 +31,16 @@ __all__ = ["launch_mosaic", "mosaic_unsupported"]
 
 _GROUP = 32
 _WARPS = 4
-_RUN = 8
-"""Neighbouring groups of one warp: 128 bytes of a row's codes, 16 of its scales."""
+_RUN = 4
+"""Neighbouring groups of one warp: 64 bytes of a row's codes. Twice as many take twice the registers, so that half as
+many blocks are on a multiprocessor at a time."""
 _STEP = _WARPS * _RUN
 """Groups of one step, of the four warps together."""
 _COLUMNS = 8
 """Columns of digits of one instruction."""
-_FOLDED_BATCH = 2
-"""Largest batch whose limbs fit side by side into the columns of one instruction."""
+_FOLDED_BATCHES = (1, 2, 4)
+"""Batches whose limbs stand side by side in the columns. They divide these, so a column is of the same row of x in
+every instruction."""
 
 
 def _layout(*tiles, warps, lanes):
@@ -46,15 +50,24 @@ def _layout(*tiles, warps, lanes):
 # Who holds what of a step, as tilings of its arrays whose last axis is one register. Of the groups of its warp, a lane
 # with r = lane // 4 and a = lane % 4 has
 #   words a of rows r, r + 8, …                 of uint32 [rows, 128],
-#   digits 4a … and 16 + 4a … of column r       of int8 [8, 1024],
-#   the scales of rows r, r + 8, …              of float16 [rows, 32],
-#   those of columns 2a and 2a + 1              of float32 [8, 32], or all of them of float32 [B, 32], and
-#   sums of rows r, r + 8, …, columns 2a, 2a+1  of float32 [warps, rows, 8].
+#   digits 4a … and 16 + 4a … of column r       of int8 [eights, 8, 512], or of [4, 4, 512], two eights of columns,
+#   the scales of rows r, r + 8, …              of float16 [rows, 16],
+#   those of columns 2a and 2a + 1              of float32 [8, 16], of [4, 16] where column c is of row c % 4, or all of
+#                                               them of float32 [B, 16], and
+#   sums of rows r, r + 8, …, columns 2a, 2a+1  of float32 [warps, rows, 8], for every eight of columns.
 _WORDS = _layout((8, 4 * _STEP), (4 * _RUN,), (4,), (1,), warps=(-4,), lanes=(-5, -2))
-_DIGITS = _layout((8, _GROUP * _STEP), (_GROUP * _RUN,), (16,), (4,), warps=(-4,), lanes=(-5, -2))
+_DIGITS = {
+    8: _layout((8, _GROUP * _STEP), (_GROUP * _RUN,), (16,), (4,), warps=(-4,), lanes=(-5, -2)),
+    4: _layout((4, 4, _GROUP * _STEP), (2, 4, _GROUP * _RUN), (16,), (4,), warps=(-6,), lanes=(-5, -4, -2)),
+}
 _SCALES = _layout((8, _STEP), (_RUN,), warps=(-2,), lanes=(-3, plgpu.Replicated(4)))
-_X_SCALES = _layout((8, _STEP), (2, _RUN), (4,), warps=(-4,), lanes=(plgpu.Replicated(8), -5))
-_FOLDED_X_SCALES = _layout((_STEP,), (_RUN,), (4,), warps=(-3,), lanes=(plgpu.Replicated(32),))
+_ALL_X_SCALES = _layout((_STEP,), (_RUN,), warps=(-2,), lanes=(plgpu.Replicated(32),))
+_X_SCALES = {
+    1: _ALL_X_SCALES,
+    2: _ALL_X_SCALES,
+    4: _layout((4, _STEP), (2, _RUN), warps=(-3,), lanes=(plgpu.Replicated(16), -4)),
+    8: _layout((8, _STEP), (2, _RUN), warps=(-3,), lanes=(plgpu.Replicated(8), -4)),
+}
 _SUMS = _layout((_WARPS, 8, _COLUMNS), (2,), warps=(-4,), lanes=(-3, -2))
 
 
@@ -70,8 +83,8 @@ def mosaic_unsupported(shapes: Sequence[tuple[int, int, int]]) -> str | None:
 def launch_mosaic(matrices, digits, x_scales, layer, *, tile: MosaicTile):
     """As `q4_gemv`, for operands that it has checked and of which `mosaic_unsupported` says nothing.
 
-    Partial sums per output: one per warp (and per limb, for batch 1 and 2), groups in ascending order. The bits depend
-    on whether the batch exceeds 2 and on nothing else: not on `tile`, on the run, nor on the other rows of the batch.
+    Partial sums per output: one per warp (and per limb, for batch 1, 2 and 4), groups in ascending order. The bits
+    depend on whether the batch is one of these and on nothing else: not on `tile`, on the run, nor on other rows.
 
     Raises:
         ValueError: `tile` is not one.
@@ -79,7 +92,7 @@ def launch_mosaic(matrices, digits, x_scales, layer, *, tile: MosaicTile):
     if tile.rows not in (16, 32, 64) or tile.stages < 1:
         raise ValueError(f"rows of a tile must be 16, 32 or 64 and stages at least 1, got {tile}")
     limbs, batch, columns = digits.shape
-    if batch <= _FOLDED_BATCH:
+    if batch in _FOLDED_BATCHES and limbs * batch <= _COLUMNS:
         digits = digits.reshape(1, limbs * batch, columns)
     rows = [codes.shape[1] for codes, _ in matrices]
     blocks = [pl.cdiv(n, tile.rows) for n in rows]
@@ -113,32 +126,39 @@ def _body(layer_ref, digits_ref, x_scales_ref, *matrix_refs, limbs: int, tile: M
 def _row_block(block, layer_ref, digits_ref, x_scales_ref, codes_ref, scales_ref, y_ref, limbs, tile):
     """Rows block · tile.rows … of one matrix. What a copy finds beyond the end of an array is 0, and adds 0."""
     layer = jnp.clip(layer_ref[0], 0, codes_ref.shape[0] - 1)
-    parts, batch = digits_ref.shape[0], y_ref.shape[0]
-    folded = batch <= _FOLDED_BATCH
-    x_scales_layout = _FOLDED_X_SCALES if folded else _X_SCALES
+    batch = y_ref.shape[0]
+    folded = batch in _FOLDED_BATCHES
+    eights = pl.cdiv(limbs * batch, _COLUMNS) if folded else 1
+    # What is copied is whole eights of columns: where there are fewer, zeros.
+    digits_shape = (digits_ref.shape[0], _COLUMNS) if eights == 1 else (eights * _COLUMNS // batch, batch)
+    together = digits_shape[1:] if eights == 1 else digits_shape
+    x_scales_rows = batch if folded else _COLUMNS
+    layouts = _DIGITS[digits_shape[1]], _X_SCALES[x_scales_rows]
 
     def step(_, words_ref, scales_ref, digits_ref, x_scales_ref, sums):
         return _multiply_add(
             plgpu.load(words_ref, layout=_WORDS),
             plgpu.load(scales_ref, layout=_SCALES, optimized=False),
-            [plgpu.load(digits_ref.at[part], layout=_DIGITS) for part in range(parts)],
-            plgpu.load(x_scales_ref, layout=x_scales_layout, optimized=False),
+            plgpu.load(digits_ref, layout=layouts[0]),
+            plgpu.load(x_scales_ref, layout=layouts[1], optimized=False),
             sums,
-            x_scales_layout,
+            layouts,
         )
 
     pipeline = plgpu.emit_pipeline(
         step,
         grid=(scales_ref.shape[2] // _STEP,),
         in_specs=[
-            plgpu.BlockSpec((None, tile.rows, 4 * _STEP), lambda k: (layer, block, k), transforms=_swizzled(4)),
+            plgpu.BlockSpec((None, tile.rows, 4 * _STEP), lambda k: (layer, block, k), transforms=_swizzled(4, 8)),
             plgpu.BlockSpec((None, tile.rows, _STEP), lambda k: (layer, block, k)),
-            # Eight rows where there may be fewer, at 0 · k: at a plain 0 JAX would refuse them as out of bounds.
-            plgpu.BlockSpec((parts, _COLUMNS, _GROUP * _STEP), lambda k: (0, 0 * k, k), transforms=_swizzled(1)),
-            plgpu.BlockSpec((batch if folded else _COLUMNS, _STEP), lambda k: (0 * k, k)),
+            # 0 · k, since at a plain 0 JAX would refuse more rows than there are as out of bounds.
+            plgpu.BlockSpec(
+                (*digits_shape, _GROUP * _STEP), lambda k: (0 * k, 0 * k, k), transforms=_swizzled(1, *together)
+            ),
+            plgpu.BlockSpec((x_scales_rows, _STEP), lambda k: (0 * k, k)),
         ],
         max_concurrent_steps=tile.stages,
-        init_carry=plgpu.layout_cast(jnp.zeros((_WARPS, tile.rows, _COLUMNS), jnp.float32), _SUMS),
+        init_carry=plgpu.layout_cast(jnp.zeros((_WARPS, tile.rows, eights * _COLUMNS), jnp.float32), _SUMS),
     )
     sums = jnp.sum(pipeline(codes_ref, scales_ref, digits_ref, x_scales_ref), axis=0)
     column = plgpu.broadcasted_iota(jnp.int32, sums.shape, 1, layout=_SUMS.reduce(0))
@@ -148,17 +168,20 @@ def _row_block(block, layer_ref, digits_ref, x_scales_ref, codes_ref, scales_ref
         y_ref[b, pl.ds(block * tile.rows, tile.rows)] = jnp.sum(functools.reduce(jnp.add, terms), axis=1)
 
 
-def _swizzled(itemsize):
-    """128-byte pieces of 8 rows, laid so that the 16 bytes of one group in 8 rows lie in different banks."""
+def _swizzled(itemsize, *rows):
+    """128-byte pieces of so many rows, laid so that the 16 bytes of one group in 8 rows lie in different banks."""
     # pyright takes both for abstract: their base class declares a method that Mosaic's transforms do not have.
-    tiling = plgpu.TilingTransform((8, 128 // itemsize))  # pyright: ignore[reportAbstractUsage]
+    tiling = plgpu.TilingTransform((*rows, 128 // itemsize))  # pyright: ignore[reportAbstractUsage]
     return tiling, plgpu.SwizzleTransform(128)  # pyright: ignore[reportAbstractUsage]
 
 
-def _multiply_add(words, scales, digits, x_scales, sums, x_scales_layout):
-    """sums[w, n, c] + the terms (D[n, c, g] · x_scales[c, g]) · scales[n, g] of the groups g of warp w."""
+def _multiply_add(words, scales, digits, x_scales, sums, layouts):
+    """sums[w, n, c] + the terms (D[n, c, g] · x_scales[c, g]) · scales[n, g] of the groups g of warp w.
+
+    The digits are of as many eights of columns as the sums have, or, if that is one, of all limbs of D.
+    """
     on_registers = plgpu.inline_mgpu(
-        arg_types=(_WORDS, _SCALES, [_DIGITS] * len(digits), x_scales_layout, _SUMS),
+        arg_types=(_WORDS, _SCALES, *layouts, _SUMS),
         return_type=plgpu.ShapeDtypeStruct(sums.shape, sums.dtype, layout=_SUMS),
     )
     return on_registers(_multiply_add_registers)(words, scales, digits, x_scales, sums)
@@ -166,22 +189,24 @@ def _multiply_add(words, scales, digits, x_scales, sums, x_scales_layout):
 
 def _multiply_add_registers(_, words, scales, digits, x_scales, sums):
     octets = words.shape[0] // 8
-    columns = [[Lane.word(register) for register in part.registers.flat] for part in digits]
-    words, scales, totals = (elements(Lane, array).reshape(octets, -1) for array in (words, scales, sums))
+    digits = np.fromiter((Lane.word(register) for register in digits.registers.flat), object).reshape(-1, 2 * _RUN)
+    words, scales = (elements(Lane, array).reshape(octets, -1) for array in (words, scales))
+    totals = elements(Lane, sums).reshape(octets, -1, 2)
     x_scales = elements(Lane, x_scales).reshape(-1, _RUN)
     for g in range(_RUN):
         units = [Lane.times(scale, Lane.constant(1 / 16)) for scale in x_scales[:, g]]  # codes come as 16 times theirs
         for top in range(0, octets, 2):
             a = [Lane.nibbles(word, shift) for shift in (4, 0) for word in words[top : top + 2, g]]
-            dots = [Lane.mma(a, part[2 * g : 2 * g + 2]) for part in columns]
+            dots = np.fromiter((dot for b in digits[:, 2 * g : 2 * g + 2] for dot in Lane.mma(a, b)), object)
+            dots = dots.reshape(totals.shape[1], -1, 2, 2)
             for row in range(2):
                 scale = Lane.float(scales[top + row, g])
-                for column in range(2):
-                    value = _fixed_point([dot[2 * row + column] for dot in dots])
-                    value = Lane.times(value, units[column % len(units)])
-                    totals[top + row, column] = Lane.times_plus(value, scale, totals[top + row, column])
+                for eight, column in np.ndindex(totals.shape[1:]):
+                    value = Lane.times(_fixed_point(dots[eight, :, row, column]), units[column % len(units)])
+                    total = totals[top + row, eight, column]
+                    totals[top + row, eight, column] = Lane.times_plus(value, scale, total)
     Lane.barrier()  # no warp reads this step's shared memory any more: it may be filled again
-    return Lane.array([Lane.vector(pair) for pair in totals], like=sums)
+    return Lane.array([Lane.vector(pair) for pair in totals.reshape(-1, 2)], like=sums)
 
 
 def _fixed_point(dots):
