@@ -542,8 +542,6 @@ def choose_delta_chunks(
         return None
 
     objections = {name: objection(backend=name) for name in ("mosaic", "triton")}
-    if implementation is None and precision == "exact":
-        objections["mosaic"] = objections["mosaic"] or "the exact tensor core form is taken by name alone"
     objections["interpret"] = objection(interpret=True)
     return choose("delta_chunks", implementation, objections)
 

@@ -1,6 +1,7 @@
 """The Triton form of the chunked gated delta rule, and the host function: interpreted, compiled, and on a card."""
 
 import functools
+import itertools
 import re
 
 import jax
@@ -370,7 +371,7 @@ def test_the_check_for_spills_finds_some():
 
 @pytest.mark.deviceless
 def test_on_hopper_tensor_cores_are_programmed_directly_where_that_is_possible():
-    for precision, key_dim, form in (("exact", 128, "triton"), ("bf16", 128, "mosaic"), ("bf16", 100, "triton")):
+    for precision, (key_dim, form) in itertools.product(PRECISIONS, ((128, "mosaic"), (100, "triton"))):
         text = compiled(precision, backend=None, **BIG | {"K": key_dim}).as_text()
         targets = "".join(re.findall(r'custom_call_target="([^"]+)"', text))
         assert set(re.findall("triton|mosaic", targets)) == {form}

@@ -86,10 +86,8 @@ def choose_backend(
     *,
     interpret: bool = False,
 ) -> str:
-    """The form for operands of these sizes: at "bf16" tensor cores programmed directly, where that is possible."""
+    """The form for operands of these sizes: tensor cores programmed directly, where that is possible."""
     sizes = batch, tokens, key_heads, value_heads, key_dim, value_dim
-    if precision == "exact":
-        return "triton"  # the other has not run on a card since its last change
     return "triton" if supported(*sizes, precision, backend="mosaic", interpret=interpret) else "mosaic"
 
 
