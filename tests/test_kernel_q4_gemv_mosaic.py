@@ -7,6 +7,7 @@ lays its operands out; copies, pipeline and stores are interpreted. A wrong layo
 
 import contextlib
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -92,8 +93,8 @@ def run(request, monkeypatch):
         (40, 1024, 2, 3, MosaicTile(32, 1)),
         (8, 3072, 3, 3, SMALL),
         (24, 2048, 4, 3, SMALL),
-        (40, 1024, 4, 2, MosaicTile(32, 3)),
-        (8, 1024, 4, 1, MosaicTile(32, 1)),
+        (40, 1536, 4, 2, MosaicTile(32, 3)),
+        (8, 512, 4, 1, MosaicTile(32, 1)),
         (8, 2048, 5, 3, SMALL),
         (72, 1024, 8, 2, MosaicTile(32, 4)),
     ],
@@ -164,8 +165,24 @@ def test_a_tile_that_is_not_one(tile):
         jax.eval_shape(functools.partial(launch_mosaic, tile=tile), *operands([(2, 16, 1024)], 1))
 
 
+@pytest.mark.parametrize("batch", range(1, 9))
+def test_what_a_step_copies_is_a_multiple_of_what_addresses_must_be(batch, monkeypatch):
+    """Steps lie one behind the other in shared memory, and TMA writes to multiples of 128 bytes."""
+    pipeline, found = plgpu.emit_pipeline, []
+
+    def watched(*args, in_specs, **options):
+        found.append(in_specs)
+        return pipeline(*args, in_specs=in_specs, **options)
+
+    monkeypatch.setattr(plgpu, "emit_pipeline", watched)
+    jax.eval_shape(functools.partial(launch_mosaic.__wrapped__, tile=SMALL), *operands([(2, 16, 512)], batch))
+    [specs] = found
+    for spec, itemsize in zip(specs, (4, 2, 1, 4), strict=True):
+        assert itemsize * math.prod(size for size in spec.block_shape if size is not None) % 128 == 0
+
+
 def test_shapes_that_copies_cannot_cut():
-    assert mosaic_unsupported([(2, 8, 1024), (2, 48, 17408)]) is None
+    assert mosaic_unsupported([(2, 8, 512), (2, 48, 17408)]) is None
     for shape in ((2, 12, 1024), (2, 16, 1280)):
         assert str(shape) in str(mosaic_unsupported([(2, 8, 1024), shape]))
 

@@ -38,6 +38,8 @@ _STEP = _WARPS * _RUN
 """Groups of one step, of the four warps together."""
 _COLUMNS = 8
 """Columns of digits of one instruction."""
+_COPY_BYTES = 128
+"""What the copies of a step must be multiples of: the next step's lie behind them, and TMA writes to such addresses."""
 _FOLDED_BATCHES = (1, 2, 4)
 """Batches whose limbs stand side by side in the columns. They divide these, so a column is of the same row of x in
 every instruction."""
@@ -134,13 +136,14 @@ def _row_block(block, layer_ref, digits_ref, x_scales_ref, codes_ref, scales_ref
     together = digits_shape[1:] if eights == 1 else digits_shape
     x_scales_rows = batch if folded else _COLUMNS
     layouts = _DIGITS[digits_shape[1]], _X_SCALES[x_scales_rows]
+    copied_x_scales = max(x_scales_rows, _COPY_BYTES // (4 * _STEP))
 
     def step(_, words_ref, scales_ref, digits_ref, x_scales_ref, sums):
         return _multiply_add(
             plgpu.load(words_ref, layout=_WORDS),
             plgpu.load(scales_ref, layout=_SCALES, optimized=False),
             plgpu.load(digits_ref, layout=layouts[0]),
-            plgpu.load(x_scales_ref, layout=layouts[1], optimized=False),
+            plgpu.load(x_scales_ref.at[pl.ds(0, x_scales_rows)], layout=layouts[1], optimized=False),
             sums,
             layouts,
         )
@@ -155,7 +158,7 @@ def _row_block(block, layer_ref, digits_ref, x_scales_ref, codes_ref, scales_ref
             plgpu.BlockSpec(
                 (*digits_shape, _GROUP * _STEP), lambda k: (0 * k, 0 * k, k), transforms=_swizzled(1, *together)
             ),
-            plgpu.BlockSpec((x_scales_rows, _STEP), lambda k: (0 * k, k)),
+            plgpu.BlockSpec((copied_x_scales, _STEP), lambda k: (0 * k, k)),
         ],
         max_concurrent_steps=tile.stages,
         init_carry=plgpu.layout_cast(jnp.zeros((_WARPS, tile.rows, eights * _COLUMNS), jnp.float32), _SUMS),

@@ -30,7 +30,7 @@ class MosaicTile(NamedTuple):
     rows: int
     """Rows of W per block, 16, 32 or 64: digits, once loaded, serve all of them. With 128, registers spill."""
     stages: int
-    """Steps of 1024 columns that are in shared memory or on their way there."""
+    """Steps of 512 columns that are in shared memory or on their way there."""
 
 
 class TileKey(NamedTuple):
@@ -53,10 +53,11 @@ class TileChoice(NamedTuple):
 
 _H200 = "NVIDIA H200"
 _DOTS = "experiments/results/q4_gemv-h200.jsonl:{}"
-_TENSOR_CORES = "experiments/results/q4_gemv_mosaic-h200.jsonl:{}"
+_TENSOR_CORES = "experiments/results/q4_gemv_cuts-h200.jsonl:{}"
 _TWO_ROWS = Tile(rows=2, groups=32, warps=1)
-_DEEP = MosaicTile(rows=32, stages=4)
+_LOW = MosaicTile(rows=16, stages=4)
 _SHALLOW = MosaicTile(rows=32, stages=2)
+_DEEP = MosaicTile(rows=32, stages=4)
 
 TABLE: dict[TileKey, TileChoice] = {
     TileKey(_H200, 8192, 8192, 1, 3): TileChoice(_TWO_ROWS, _DOTS.format(39)),
@@ -75,24 +76,25 @@ TABLE: dict[TileKey, TileChoice] = {
 """Measured choices; `source` of each names the record, file and line, that holds the measurement."""
 
 MOSAIC_TABLE: dict[TileKey, TileChoice] = {
-    TileKey(_H200, 8192, 8192, 2, 3): TileChoice(_DEEP, _TENSOR_CORES.format(35)),
-    TileKey(_H200, 16384, 8192, 2, 3): TileChoice(_DEEP, _TENSOR_CORES.format(15)),
-    TileKey(_H200, 65536, 8192, 2, 3): TileChoice(_DEEP, _TENSOR_CORES.format(55)),
-    TileKey(_H200, 262144, 8192, 2, 3): TileChoice(_DEEP, _TENSOR_CORES.format(95)),
-    TileKey(_H200, 8192, 32768, 2, 3): TileChoice(_DEEP, _TENSOR_CORES.format(75)),
-    TileKey(_H200, 8192, 8192, 4, 3): TileChoice(_SHALLOW, _TENSOR_CORES.format(39)),
-    TileKey(_H200, 16384, 8192, 4, 3): TileChoice(_SHALLOW, _TENSOR_CORES.format(19)),
-    TileKey(_H200, 65536, 8192, 4, 3): TileChoice(_SHALLOW, _TENSOR_CORES.format(59)),
-    TileKey(_H200, 262144, 8192, 4, 3): TileChoice(_SHALLOW, _TENSOR_CORES.format(99)),
-    TileKey(_H200, 8192, 32768, 4, 3): TileChoice(_SHALLOW, _TENSOR_CORES.format(79)),
-    TileKey(_H200, 8192, 8192, 8, 3): TileChoice(_SHALLOW, _TENSOR_CORES.format(29)),
-    TileKey(_H200, 16384, 8192, 8, 3): TileChoice(_SHALLOW, _TENSOR_CORES.format(9)),
-    TileKey(_H200, 65536, 8192, 8, 3): TileChoice(_SHALLOW, _TENSOR_CORES.format(49)),
-    TileKey(_H200, 262144, 8192, 8, 3): TileChoice(_SHALLOW, _TENSOR_CORES.format(89)),
-    TileKey(_H200, 8192, 32768, 8, 3): TileChoice(_SHALLOW, _TENSOR_CORES.format(69)),
+    TileKey(_H200, 8192, 8192, 2, 3): TileChoice(_LOW, _TENSOR_CORES.format(46)),
+    TileKey(_H200, 16384, 8192, 2, 3): TileChoice(_SHALLOW, _TENSOR_CORES.format(42)),
+    TileKey(_H200, 65536, 8192, 2, 3): TileChoice(_DEEP, _TENSOR_CORES.format(54)),
+    TileKey(_H200, 262144, 8192, 2, 3): TileChoice(_SHALLOW, _TENSOR_CORES.format(62)),
+    TileKey(_H200, 8192, 32768, 2, 3): TileChoice(_LOW, _TENSOR_CORES.format(56)),
+    TileKey(_H200, 8192, 8192, 4, 3): TileChoice(_LOW, _TENSOR_CORES.format(6)),
+    TileKey(_H200, 16384, 8192, 4, 3): TileChoice(_SHALLOW, _TENSOR_CORES.format(3)),
+    TileKey(_H200, 65536, 8192, 4, 3): TileChoice(_SHALLOW, _TENSOR_CORES.format(11)),
+    TileKey(_H200, 262144, 8192, 4, 3): TileChoice(_SHALLOW, _TENSOR_CORES.format(19)),
+    TileKey(_H200, 8192, 32768, 4, 3): TileChoice(_LOW, _TENSOR_CORES.format(14)),
+    TileKey(_H200, 8192, 8192, 8, 3): TileChoice(_LOW, _TENSOR_CORES.format(26)),
+    TileKey(_H200, 16384, 8192, 8, 3): TileChoice(_SHALLOW, _TENSOR_CORES.format(23)),
+    TileKey(_H200, 65536, 8192, 8, 3): TileChoice(_SHALLOW, _TENSOR_CORES.format(31)),
+    TileKey(_H200, 262144, 8192, 8, 3): TileChoice(_SHALLOW, _TENSOR_CORES.format(39)),
+    TileKey(_H200, 8192, 32768, 8, 3): TileChoice(_LOW, _TENSOR_CORES.format(34)),
 }
-"""The same for the tensor core form. Their record spreads by some microseconds, within which no cut beats the default
-rule's: these rows say where that was measured."""
+"""The same for the tensor core form."""
+_FEW_ROWS = 8192
+"""Up to so many rows of a launch, blocks of 16 keep more multiprocessors busy than blocks of 32."""
 
 
 def choose_tile(device_kind: str, rows: int, columns: int, batch: int, limbs: int) -> TileChoice:
@@ -104,8 +106,7 @@ def choose_tile(device_kind: str, rows: int, columns: int, batch: int, limbs: in
 def choose_mosaic_tile(device_kind: str, rows: int, columns: int, batch: int, limbs: int) -> TileChoice:
     """As `choose_tile`, for the tensor core form."""
     key = TileKey(device_kind, next_power_of_two(rows), next_power_of_two(columns), batch, limbs)
-    default = MosaicTile(rows=32, stages=4 if batch <= 2 else 2)
-    return MOSAIC_TABLE.get(key) or TileChoice(default, "default rule, not measured")
+    return MOSAIC_TABLE.get(key) or TileChoice(_LOW if rows <= _FEW_ROWS else _SHALLOW, "default rule, not measured")
 
 
 def _default_tile(rows: int, columns: int, batch: int) -> Tile:
