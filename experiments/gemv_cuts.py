@@ -71,6 +71,11 @@ def measured[Name](shape: tuple[int, int], batch: int, products: Mapping[Name, P
         yield name, row
 
 
+def pairs(text: str, between: str) -> list[tuple[int, int]]:
+    """Two integers of each part of a list."""
+    return [(int(first), int(second)) for first, second in (part.split(between) for part in text.split(","))]
+
+
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("results", type=pathlib.Path)
@@ -81,8 +86,8 @@ if __name__ == "__main__":
     given = parser.parse_args()
     main(
         given.results,
-        [tuple(map(int, shape.split("x"))) for shape in given.shapes.split(",")],
+        pairs(given.shapes, "x"),
         [int(batch) for batch in given.batches.split(",")],
-        [tuple(map(int, cut.split(":"))) for cut in given.cuts.split(",")],
+        pairs(given.cuts, ":"),
         Effort.here(given.seconds),
     )

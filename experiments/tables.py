@@ -9,6 +9,8 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from pallas_kernels.q4_gemv import choose_mosaic_tile
+
 RESULTS = pathlib.Path(__file__).parent / "results"
 
 type Line = dict[str, Any]
@@ -16,7 +18,11 @@ type Table = Iterator[tuple[str, ...]]
 
 
 def recorded(subject: str) -> list[Line]:
-    return [json.loads(line) for line in (RESULTS / f"bench-{subject}-h200.jsonl").read_text().splitlines()]
+    return lines_of(f"bench-{subject}")
+
+
+def lines_of(record: str) -> list[Line]:
+    return [json.loads(line) for line in (RESULTS / f"{record}-h200.jsonl").read_text().splitlines()]
 
 
 def find(lines: list[Line], **wanted: Any) -> Line | None:
@@ -52,16 +58,19 @@ def gemv() -> Table:
 
 
 def batches() -> Table:
-    yield "matrix", *(f"batch {batch}" for batch in (1, 2, 4, 8)), "8 rows over 1", "of read at 8", "max_rel at 8"
-    lines = recorded("gemv")
-    for shape in shapes(lines):
-        by_batch = [find(lines, case=f"{shape} kernel", batch=batch) for batch in (1, 2, 4, 8)]
-        one, eight = by_batch[0], by_batch[-1]
-        if one is None or eight is None:
-            continue
-        ratio = f"{eight['us'] / one['us']:.2f}"
-        times = (cell(line, "us", ".1f") for line in by_batch)
-        yield shape, *times, ratio, cell(eight, "fraction", ".0%"), cell(eight, "max_rel", ".1e")
+    yield "matrix", *(f"batch {batch}" for batch in (1, 2, 4, 8)), "8 rows over 1", "GB/s at 8", "max_rel at 8"
+    lines, cuts = recorded("gemv"), lines_of("q4_gemv_cuts")
+    for rows, columns in dict.fromkeys((line["N"], line["K"]) for line in cuts):
+        one = find(lines, case=f"{rows}x{columns} kernel", batch=1)
+        chosen = {batch: choose_mosaic_tile("NVIDIA H200", rows, columns, batch, 3).tile for batch in (2, 4, 8)}
+        more = [find(cuts, N=rows, K=columns, batch=batch, cut=list(tile)) for batch, tile in chosen.items()]
+        eight = more[-1]
+        assert one is not None
+        assert eight is not None
+        times = (cell(line, "us", ".1f") for line in (one, *more))
+        rate = rows * columns * 9 / 16 / eight["us"] / 1e3
+        quality = f"{eight['us'] / one['us']:.2f}", f"{rate:.0f}", cell(eight, "max_rel", ".1e")
+        yield f"{rows}x{columns}", *times, *quality
 
 
 def gemm() -> Table:

@@ -52,9 +52,9 @@ def q4_gemv(
     """y_m[b, n] = sum_g (D[b, n, g] · x_scales[b, g]) · scales_m[layer, n, g], D = d_1 + d_2 / 256 + d_3 / 65536.
 
     d_l[b, n, g] = sum_{j < 32} code_m[layer, n, 32g + j] · digits[l, b, 32g + j] is exact in int32, and D is rounded
-    once ("mosaic" at batch 1 and 2 sums the limbs apart instead). Terms are added in float32 in an order that depends
-    on backend, `tile`, I and whether the batch exceeds 2: the same bits at every call, and a row of the batch does not
-    depend on what the others hold. One launch serves all the matrices.
+    once ("mosaic" at batch 1, 2 and 4 sums the limbs apart instead). Terms are added in float32 in an order that
+    depends on backend, `tile`, I and whether the batch is 1, 2 or 4: the same bits at every call, and a row of the
+    batch does not depend on what the others hold. One launch serves all the matrices.
 
     Args:
         matrices: one to four pairs. codes uint32 [L, N_m, I/8]: bits 4(2b + h) … 4(2b + h) + 3 of word 4g + a are the
