@@ -16,9 +16,14 @@ import numpy as np
 from gdn_jax import ops
 from gdn_jax.axes import Array
 from gdn_jax.config import GdnConfig
+from gdn_jax.decoder.attention import Cache, attention_step
+from gdn_jax.decoder.config import DecoderConfig
+from gdn_jax.decoder.weights import abstract_decoder
 from gdn_jax.q4 import Q4Tensor
 from gdn_jax.stages import advance
-from gdn_jax.weights import abstract
+from gdn_jax.state import GdnState
+from gdn_jax.weights import GdnStack, abstract
+from gdn_jax.window import look, new_window, take
 
 __all__ = ["BOUND", "Check", "self_check"]
 
@@ -26,8 +31,30 @@ BOUND = 5e-6
 """Of max_rel. Float32 summed in two orders differs by less, anything wrong by far more. Measured on a CPU: 2.0e-7."""
 
 _CFG = GdnConfig(hidden=64, key_heads=2, value_heads=4, key_dim=16, value_dim=32, conv_width=4)
-_PRODUCT = (16, 1024)
+_PRODUCT = (64, 512)
 """Rows and columns that every form of the product takes."""
+_BATCHES = (1, 2, 4, 8)
+"""Rows of x: each has a form of its own on tensor cores, or is dot products."""
+_PROMPT = 24
+"""Rows of x that are many."""
+_CHUNKS = (65, 1, 1, 2, 64, 64)
+"""T, B, G, H, K and V that every form of the chunked delta rule takes."""
+_WINDOW = 3
+"""Tokens."""
+_ATTENTION = DecoderConfig(
+    vocab=32,
+    hidden=64,
+    layer_types=("full_attention",) * 2,
+    mlp_types=("dense",) * 2,
+    heads=4,
+    kv_heads=2,
+    head_dim=32,
+    rotary_dim=16,
+    rope_theta=1e4,
+    norm_eps=1e-6,
+    tied=True,
+    ffn=32,
+)
 _LAYERS, _LAYER = 2, 1
 
 
@@ -58,7 +85,7 @@ class Check(NamedTuple):
 
 
 def self_check(implementation: str | None = None) -> tuple[Check, ...]:
-    """Compare the kernels with XLA on the default device: two products, a layer's input half and its delta rule.
+    """Compare the kernels with XLA on the default device: every operation that has some, also of prompts and windows.
 
     `implementation` names the kernels instead of those that would be chosen. What disagrees has `passed` False.
 
@@ -69,16 +96,16 @@ def self_check(implementation: str | None = None) -> tuple[Check, ...]:
     if implementation == "xla":
         raise ValueError("implementation='xla' is what kernels are compared with; name a kernel, or None")
     ops.check_implementation(implementation)
-    return (*_products(implementation), *_layer(implementation))
+    parts = (_products, _layer, _chunks, _window, _attention)
+    return tuple(check for part in parts for check in part(implementation))
 
 
 def _products(implementation: str | None) -> Iterator[Check]:
-    """One row and two: from two on, another form may be chosen."""
     rows, columns = _PRODUCT
     shape = jax.ShapeDtypeStruct
     codes, scales = shape((_LAYERS, rows, columns // 8), jnp.uint32), shape((_LAYERS, rows, columns // 32), jnp.float16)
     w = _filled(Q4Tensor(codes, scales))  # pyright: ignore[reportArgumentType]
-    for batch in (1, 2):
+    for batch in _BATCHES:
         x = _filled(shape((batch, columns), jnp.float32))
         name = _kernel(ops.choose_product([w], x.shape, "exact", implementation))
 
@@ -87,6 +114,14 @@ def _products(implementation: str | None) -> Iterator[Check]:
 
         want = _run(functools.partial(product, "xla"))
         yield _check(f"project, batch {batch}", name, functools.partial(product, name), want)
+
+    x = _filled(shape((_PROMPT, columns), jnp.float32))
+    name = _kernel(ops.choose_rows([w], _PROMPT, "exact", implementation))
+
+    def rows_of_prompt(implementation):
+        return ops.project_rows([w], x, layer=jnp.int32(_LAYER), precision="exact", implementation=implementation)
+
+    yield _check("project_rows", name, functools.partial(rows_of_prompt, name), _run(lambda: rows_of_prompt("xla")))
 
 
 def _layer(implementation: str | None) -> Iterator[Check]:
@@ -125,9 +160,72 @@ def _layer(implementation: str | None) -> Iterator[Check]:
     yield _check("delta_layer", name, delta_layer, (want.onn, want.s))
 
 
+def _chunks(implementation: str | None) -> Iterator[Check]:
+    tokens, batch, key_heads, heads, key_dim, value_dim = _CHUNKS
+    many = tokens, batch
+    shapes = ((batch, heads, key_dim, value_dim), *((*many, key_heads, key_dim),) * 2, (*many, heads, value_dim))
+    shapes = (*shapes, *((*many, heads),) * 2)
+    s, q, k, v, beta, g = _filled([jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes])
+    q, k = (x / jnp.linalg.norm(x, axis=-1, keepdims=True) for x in (q, k))
+    operands = (s, q, k, v, jax.nn.sigmoid(beta), -jax.nn.softplus(g))
+    name = _kernel(ops.choose_delta_chunks(v, key_heads, key_dim, "exact", implementation))
+
+    def chunks(implementation):
+        return ops.delta_chunks(*operands, precision="exact", implementation=implementation)
+
+    yield _check("delta_chunks", name, functools.partial(chunks, name), _run(lambda: chunks("xla")))
+
+
+def _window(implementation: str | None) -> Iterator[Check]:
+    """Looking at tokens, and taking some of them."""
+    stack = GdnStack(_filled(abstract(_CFG, layers=_LAYERS, tier="q4")))
+    heads = (_CFG.value_heads, _CFG.key_dim, _CFG.value_dim)
+    shapes = ((_WINDOW, _CFG.hidden), (_LAYERS, 1, *heads), (_LAYERS, 1, _CFG.conv_width - 1, _CFG.conv_channels))
+    x, s, history = _filled([jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes])
+    state, layer = GdnState(S=s, conv_hist=history), jnp.int32(_LAYER)
+    empty = new_window(_CFG, layers=_LAYERS, tokens=_WINDOW, batch=1)
+    name = _kernel(ops.choose_delta_window(s, _WINDOW, implementation))
+
+    def window(implementation):
+        y, filled = look(stack, state, empty, x, _CFG, layer, jnp.array([_WINDOW]), "exact", implementation)
+        return y, take(stack, state, filled, jnp.array([_WINDOW - 1]), _CFG, implementation)
+
+    yield _check(
+        "delta_window", name, functools.partial(window, _given(name, implementation)), _run(lambda: window("xla"))
+    )
+
+
+def _attention(implementation: str | None) -> Iterator[Check]:
+    """One token more for a cache of 64 slots that are all taken but one."""
+    cfg, slots = _ATTENTION, 64
+    w = _filled(abstract_decoder(cfg, tier="q4").attention)
+    cache_shape = (_LAYERS, 1, slots, cfg.kv_heads, cfg.head_dim)
+    shapes = ((1, cfg.hidden), cache_shape, cache_shape)
+    x, keys, values = _filled([jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes])
+    name = _kernel(ops.choose_attend(keys, cfg.heads, implementation))
+
+    def attention(implementation):
+        return attention_step(
+            *(w, Cache(keys, values), x, jnp.array([slots - 1]), jnp.array([True])),
+            cfg=cfg,
+            layer=jnp.int32(_LAYER),
+            precision="exact",
+            implementation=implementation,
+        )
+
+    yield _check(
+        "attend", name, functools.partial(attention, _given(name, implementation)), _run(lambda: attention("xla"))
+    )
+
+
 def _kernel(choice: ops.Choice) -> str:
     """Never XLA itself, which would agree."""
     return "interpret" if choice.implementation == "xla" else choice.implementation
+
+
+def _given(name: str, implementation: str | None) -> str | None:
+    """What a part of a layer is asked for to have this kernel: its products may have one of another name."""
+    return name if name == "interpret" else implementation
 
 
 def _check(operation: str, name: str, run: Callable[[], Any], want: Any) -> Check:

@@ -10,7 +10,8 @@ from gdn_jax import cli, ops, self_check
 from gdn_jax.errors import UnsupportedError
 from gdn_jax.self_check import Check
 
-OPERATIONS = ["project, batch 1", "project, batch 2", "layer_input", "delta_layer"]
+OPERATIONS = [*(f"project, batch {batch}" for batch in (1, 2, 4, 8)), "project_rows", "layer_input", "delta_layer"]
+OPERATIONS += ["delta_chunks", "delta_window", "attend"]
 
 
 def test_every_operation_agrees_here():
@@ -23,27 +24,37 @@ def test_every_operation_agrees_here():
 
 def test_a_wrong_result_is_seen_wherever_it_arises(monkeypatch):
     """One element of the last result of each operation is off."""
+    look = self_check.look
 
     def off(result):
         leaves, tree = jax.tree.flatten(result)
         leaves[-1] = leaves[-1].at[(-1,) * leaves[-1].ndim].add(1e-3)
         return jax.tree.unflatten(tree, leaves)
 
-    project, layer_input, delta_layer = ops.project, ops.layer_input, ops.delta_layer
+    def wrong(function):
+        return lambda *operands, **options: off(function(*operands, **options))
 
-    def wrong_project(*operands, implementation, **options):
-        y = project(*operands, implementation="xla", **options)
-        return y if implementation == "xla" else off(y)
+    def wrong_where_named(function):
+        """By XLA, which is faster, and off unless XLA was asked for."""
 
-    def wrong_input(*operands, **options):
-        return off(layer_input(*operands, **options))
+        def either(*operands, implementation, **options):
+            result = function(*operands, implementation="xla", **options)
+            return result if implementation == "xla" else off(result)
 
-    def wrong_delta(*operands, **options):
-        return off(delta_layer(*operands, **options))
+        return either
 
-    monkeypatch.setattr(ops, "project", wrong_project)
-    monkeypatch.setattr(ops, "layer_input", wrong_input)
-    monkeypatch.setattr(ops, "delta_layer", wrong_delta)
+    def wrong_take(*operands):
+        state = take(*operands[:-1], "xla")
+        return state if operands[-1] == "xla" else off(state)
+
+    take = self_check.take
+    for name in ("project", "project_rows", "delta_chunks"):
+        monkeypatch.setattr(ops, name, wrong_where_named(getattr(ops, name)))
+    for name in ("layer_input", "delta_layer"):
+        monkeypatch.setattr(ops, name, wrong(getattr(ops, name)))
+    monkeypatch.setattr(self_check, "take", wrong_take)
+    monkeypatch.setattr(self_check, "look", lambda *operands: look(*operands[:-1], "xla"))
+    monkeypatch.setattr(self_check, "attention_step", wrong_where_named(self_check.attention_step))
     assert [check.operation for check in self_check.self_check("interpret") if not check.passed] == OPERATIONS
 
 
@@ -58,7 +69,8 @@ def test_a_kernel_that_does_not_run_is_a_disagreement(monkeypatch):
 
     for name in ("layer_input", "delta_layer"):
         monkeypatch.setattr(ops, name, fail)
-    monkeypatch.setattr(self_check, "_products", lambda implementation: [])
+    for part in ("_products", "_chunks", "_window", "_attention"):
+        monkeypatch.setattr(self_check, part, lambda implementation: [])
     checks = self_check.self_check("interpret")
     assert [check.passed for check in checks] == [False, False]
     assert checks[-1].note == "RuntimeError: no compiler"
