@@ -35,6 +35,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (GdnError, ValueError, TypeError, OSError) as error:
         print(f"gdn {options.command}: {error}", file=sys.stderr)
         return 2
+    except (MemoryError, RuntimeError) as error:
+        if not isinstance(error, MemoryError) and "RESOURCE_EXHAUSTED" not in str(error):  # XLA's word for the same
+            raise
+        reason = (str(error).splitlines() or ["no reason given"])[0]
+        remedy = "ask for fewer tokens, sequences or layers, or close what else holds memory"
+        print(f"gdn {options.command}: not enough memory ({reason}); {remedy}", file=sys.stderr)
+        return 2
     except KeyboardInterrupt:
         print(f"gdn {options.command}: interrupted", file=sys.stderr)
         return 130

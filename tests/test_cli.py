@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 
+import jax
 import pytest
 
 from gdn_jax import cli, environment
@@ -99,6 +100,36 @@ def test_a_malformed_command_line_is_status_2(capsys, arguments):
     with pytest.raises(SystemExit) as stopped:
         cli.main(arguments)
     assert stopped.value.code == 2
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 9 bytes.\nand more"),
+        MemoryError("Unable to allocate 9 bytes"),
+        MemoryError(),
+    ],
+    ids=["device", "host", "no reason"],
+)
+def test_memory_that_is_not_there_is_a_request_that_cannot_be_met(capsys, monkeypatch, error):
+    def fail():
+        raise error
+
+    monkeypatch.setattr(environment, "describe", fail)
+    assert cli.main(["info"]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("gdn info: not enough memory (")
+    assert said.count("\n") == 1
+    assert "ask for fewer tokens" in said
+
+
+def test_what_is_no_lack_of_memory_is_not_taken_for_one(monkeypatch):
+    def fail():
+        raise jax.errors.JaxRuntimeError("INTERNAL: something else")
+
+    monkeypatch.setattr(environment, "describe", fail)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="something else"):
+        cli.main(["info"])
 
 
 def test_info_as_text_and_json(capsys):
