@@ -21,7 +21,7 @@ from gdn_jax.decoder.config import DecoderConfig
 from gdn_jax.decoder.weights import abstract_decoder
 from gdn_jax.q4 import Q4Tensor
 from gdn_jax.stages import advance
-from gdn_jax.state import GdnState
+from gdn_jax.state import state_shapes
 from gdn_jax.weights import GdnStack, abstract
 from gdn_jax.window import look, new_window, take
 
@@ -106,32 +106,29 @@ def _products(implementation: str | None) -> Iterator[Check]:
     codes, scales = shape((_LAYERS, rows, columns // 8), jnp.uint32), shape((_LAYERS, rows, columns // 32), jnp.float16)
     w = _filled(Q4Tensor(codes, scales))  # pyright: ignore[reportArgumentType]
     for batch in _BATCHES:
-        x = _filled(shape((batch, columns), jnp.float32))
+        [x] = _normal((batch, columns))
         name = _kernel(ops.choose_product([w], x.shape, "exact", implementation))
 
         def product(implementation, x=x):
             return ops.project(w, x, layer=jnp.int32(_LAYER), implementation=implementation)
 
-        want = _run(functools.partial(product, "xla"))
-        yield _check(f"project, batch {batch}", name, functools.partial(product, name), want)
+        yield _compared(f"project, batch {batch}", name, implementation, product)
 
-    x = _filled(shape((_PROMPT, columns), jnp.float32))
+    [x] = _normal((_PROMPT, columns))
     name = _kernel(ops.choose_rows([w], _PROMPT, "exact", implementation))
 
     def rows_of_prompt(implementation):
         return ops.project_rows([w], x, layer=jnp.int32(_LAYER), precision="exact", implementation=implementation)
 
-    yield _check("project_rows", name, functools.partial(rows_of_prompt, name), _run(lambda: rows_of_prompt("xla")))
+    yield _compared("project_rows", name, implementation, rows_of_prompt)
 
 
 def _layer(implementation: str | None) -> Iterator[Check]:
     w = _filled(abstract(_CFG, layers=_LAYERS, tier="q4"))
     large: Any = w.large
-    heads = (_CFG.value_heads, _CFG.key_dim, _CFG.value_dim)
-    history_shape = (_CFG.conv_width - 1, _CFG.conv_channels)
-    shapes = ((1, _CFG.hidden), (_LAYERS, 1, *heads), (_LAYERS, 1, *history_shape))
-    x, s, history = _filled([jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes])
-    layer = jnp.int32(_LAYER)
+    [x] = _normal((1, _CFG.hidden))
+    state = _filled(state_shapes(_CFG, layers=_LAYERS, batch=1))
+    s, history, layer = state.S, state.conv_hist, jnp.int32(_LAYER)
 
     def reference():
         one, s_before, history_before = jax.tree.map(lambda leaf: leaf[_LAYER], (w, s, history))
@@ -164,8 +161,7 @@ def _chunks(implementation: str | None) -> Iterator[Check]:
     tokens, batch, key_heads, heads, key_dim, value_dim = _CHUNKS
     many = tokens, batch
     shapes = ((batch, heads, key_dim, value_dim), *((*many, key_heads, key_dim),) * 2, (*many, heads, value_dim))
-    shapes = (*shapes, *((*many, heads),) * 2)
-    s, q, k, v, beta, g = _filled([jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes])
+    s, q, k, v, beta, g = _normal(*shapes, *((*many, heads),) * 2)
     q, k = (x / jnp.linalg.norm(x, axis=-1, keepdims=True) for x in (q, k))
     operands = (s, q, k, v, jax.nn.sigmoid(beta), -jax.nn.softplus(g))
     name = _kernel(ops.choose_delta_chunks(v, key_heads, key_dim, "exact", implementation))
@@ -173,26 +169,22 @@ def _chunks(implementation: str | None) -> Iterator[Check]:
     def chunks(implementation):
         return ops.delta_chunks(*operands, precision="exact", implementation=implementation)
 
-    yield _check("delta_chunks", name, functools.partial(chunks, name), _run(lambda: chunks("xla")))
+    yield _compared("delta_chunks", name, implementation, chunks)
 
 
 def _window(implementation: str | None) -> Iterator[Check]:
     """Looking at tokens, and taking some of them."""
     stack = GdnStack(_filled(abstract(_CFG, layers=_LAYERS, tier="q4")))
-    heads = (_CFG.value_heads, _CFG.key_dim, _CFG.value_dim)
-    shapes = ((_WINDOW, _CFG.hidden), (_LAYERS, 1, *heads), (_LAYERS, 1, _CFG.conv_width - 1, _CFG.conv_channels))
-    x, s, history = _filled([jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes])
-    state, layer = GdnState(S=s, conv_hist=history), jnp.int32(_LAYER)
+    [x] = _normal((_WINDOW, _CFG.hidden))
+    state, layer = _filled(state_shapes(_CFG, layers=_LAYERS, batch=1)), jnp.int32(_LAYER)
     empty = new_window(_CFG, layers=_LAYERS, tokens=_WINDOW, batch=1)
-    name = _kernel(ops.choose_delta_window(s, _WINDOW, implementation))
+    name = _kernel(ops.choose_delta_window(state.S, _WINDOW, implementation))
 
     def window(implementation):
         y, filled = look(stack, state, empty, x, _CFG, layer, jnp.array([_WINDOW]), "exact", implementation)
         return y, take(stack, state, filled, jnp.array([_WINDOW - 1]), _CFG, implementation)
 
-    yield _check(
-        "delta_window", name, functools.partial(window, _given(name, implementation)), _run(lambda: window("xla"))
-    )
+    yield _compared("delta_window", name, implementation, window)
 
 
 def _attention(implementation: str | None) -> Iterator[Check]:
@@ -200,8 +192,7 @@ def _attention(implementation: str | None) -> Iterator[Check]:
     cfg, slots = _ATTENTION, 64
     w = _filled(abstract_decoder(cfg, tier="q4").attention)
     cache_shape = (_LAYERS, 1, slots, cfg.kv_heads, cfg.head_dim)
-    shapes = ((1, cfg.hidden), cache_shape, cache_shape)
-    x, keys, values = _filled([jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes])
+    x, keys, values = _normal((1, cfg.hidden), cache_shape, cache_shape)
     name = _kernel(ops.choose_attend(keys, cfg.heads, implementation))
 
     def attention(implementation):
@@ -213,19 +204,21 @@ def _attention(implementation: str | None) -> Iterator[Check]:
             implementation=implementation,
         )
 
-    yield _check(
-        "attend", name, functools.partial(attention, _given(name, implementation)), _run(lambda: attention("xla"))
-    )
+    yield _compared("attend", name, implementation, attention)
+
+
+def _compared(operation: str, name: str, implementation: str | None, run: Callable[[str | None], Any]) -> Check:
+    """`run` as it is asked for, which chooses the kernel of that name, and by XLA.
+
+    Asked for by that name, other parts of the same layer would have to have such a kernel, too.
+    """
+    given = name if name == "interpret" else implementation
+    return _check(operation, name, functools.partial(run, given), _run(functools.partial(run, "xla")))
 
 
 def _kernel(choice: ops.Choice) -> str:
     """Never XLA itself, which would agree."""
     return "interpret" if choice.implementation == "xla" else choice.implementation
-
-
-def _given(name: str, implementation: str | None) -> str | None:
-    """What a part of a layer is asked for to have this kernel: its products may have one of another name."""
-    return name if name == "interpret" else implementation
 
 
 def _check(operation: str, name: str, run: Callable[[], Any], want: Any) -> Check:
@@ -247,6 +240,10 @@ def _max_rel(got: Array, want: Array) -> Array:
     """Infinite where `got` is not finite throughout: a maximum need not pass on a NaN."""
     relative = jnp.max(jnp.abs(got - want)) / jnp.max(jnp.abs(want))
     return jnp.where(jnp.isfinite(got).all(), relative, jnp.float32(jnp.inf))
+
+
+def _normal(*shapes: tuple[int, ...]) -> list[Array]:
+    return _filled([jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes])
 
 
 def _filled(shapes: Any) -> Any:
