@@ -523,12 +523,14 @@ def test_the_drafter_is_the_one_that_was_named(continued, other, monkeypatch, ho
 
 
 def test_drafts_that_cannot_be_had_are_status_2_with_a_reason(continued, run, other, tmp_path):
+    larger = write_model(tmp_path / "larger", "tests/larger", cfg=dataclasses.replace(SINGLE, vocab=128))
     (tmp_path / "empty").mkdir()
     for how, message in {
         "": "--speculate must be ngram, mtp or the path of a model, got ''",
         "nonsense": "--speculate must be ngram, mtp or the path of a model, got 'nonsense'",
         str(tmp_path / "nothing"): "--speculate must be ngram, mtp or the path of a model, got",
         str(tmp_path / "empty"): str(tmp_path / "empty"),
+        str(larger): "a drafter must draw from the model's vocabulary of 96 tokens, got one of 128",
     }.items():
         assert message in refused(continued, "--speculate", how, "--json")
     headless = ("generate", "--model", other, "--raw", "the state", "--speculate", "mtp")
@@ -538,8 +540,7 @@ def test_drafts_that_cannot_be_had_are_status_2_with_a_reason(continued, run, ot
 def test_a_draft_model_of_another_vocabulary_is_refused_before_weights_are_read(continued, tmp_path, monkeypatch):
     larger = write_model(tmp_path / "larger", "tests/larger", cfg=dataclasses.replace(SINGLE, vocab=128))
     monkeypatch.setattr(decoder, "read_decoder", None)
-    said = refused(continued, "--speculate", larger)
-    assert said == f"gdn generate: --speculate must name a model of the same vocabulary, 96 tokens, got 128 in {larger}"
+    assert "a drafter must draw from the model's vocabulary of 96 tokens" in refused(continued, "--speculate", larger)
 
 
 def test_draft_tokens_without_drafts_are_refused_before_weights_are_read(continued, monkeypatch):

@@ -143,6 +143,7 @@ def _generate(options: argparse.Namespace) -> int:
 
 
 def _check_drafting(options: argparse.Namespace) -> None:
+    from gdn_jax.decoder.draft_check import check_vocabulary
     from gdn_jax.memory import of_checkpoint
 
     if options.speculate is None and options.draft_tokens is not None:
@@ -151,11 +152,8 @@ def _check_drafting(options: argparse.Namespace) -> None:
         return
     if not options.speculate or not Path(options.speculate).exists():
         raise FileNotFoundError(f"--speculate must be ngram, mtp or the path of a model, got {options.speculate!r}")
-    wanted, given = (of_checkpoint(path)[0].vocab for path in (options.model, options.speculate))
-    if given != wanted:
-        raise ValueError(
-            f"--speculate must name a model of the same vocabulary, {wanted} tokens, got {given} in {options.speculate}"
-        )
+    ours, theirs = (of_checkpoint(path)[0] for path in (options.model, options.speculate))
+    check_vocabulary(theirs.vocab, ours.vocab)
 
 
 def _draft(options: argparse.Namespace, decoder: "Decoder") -> "Drafting | None":
@@ -168,7 +166,7 @@ def _draft(options: argparse.Namespace, decoder: "Decoder") -> "Drafting | None"
         return drafters.draft_by_ngrams(count)
     if options.speculate == "mtp":
         return drafters.draft_by_mtp(decoder, count)
-    # Its tokens come as ids, and go into the other model's vocabulary, of the same size.
+    # Its tokens come as ids, and go into the other model's vocabulary, which is checked.
     smaller = _read(options, Path(options.speculate), decoder.tokenizer, mtp=False)
     return drafters.draft_by_model(smaller, count)
 

@@ -11,7 +11,7 @@ from gdn_jax.axes import Array
 from gdn_jax.decoder.drafting import Drafter, Proposal
 from gdn_jax.integers import positive_int
 
-__all__ = ["begun", "check_drafter", "check_methods"]
+__all__ = ["begun", "check_drafter", "check_methods", "check_vocabulary"]
 
 _LEAVES = (jax.Array, np.ndarray, np.generic, int, float)
 
@@ -31,15 +31,25 @@ def check_drafter(drafter: Drafter, *, vocab: int, hidden: int) -> None:
             f"{error}; make it a frozen dataclass, and its arrays its weights"
         ) from None
     positive_int("drafter.count", drafter.count)
-    if drafter.vocab not in (None, vocab):
-        raise ValueError(
-            f"a drafter must draw from the model's vocabulary of {vocab} tokens, got one of {drafter.vocab}; draft "
-            "by a model of the same family"
-        )
+    if drafter.vocab is not None:
+        check_vocabulary(drafter.vocab, vocab)
     if drafter.hidden not in (None, hidden):
         raise ValueError(
             f"a drafter must read the model's hidden states of size {hidden}, got one for {drafter.hidden}; draft by "
             "the multi-token-prediction head of the same model"
+        )
+
+
+def check_vocabulary(drawn_from: int, vocab: int) -> None:
+    """Refuse to draw drafts from a vocabulary of another size than the model's.
+
+    Raises:
+        ValueError: saying both.
+    """
+    if drawn_from != vocab:
+        raise ValueError(
+            f"a drafter must draw from the model's vocabulary of {vocab} tokens, got one of {drawn_from}; draft by a "
+            "model of the same family"
         )
 
 
