@@ -387,6 +387,28 @@ def test_a_window_of_the_27b_model_takes_little():
     assert 8 * token <= nbytes <= 1.03 * 8 * token
 
 
+# On disk
+
+
+def test_what_is_saved_is_the_state_without_what_was_only_looked_at(tmp_path):
+    """F40: before a commit none of the window's tokens, after it those that were taken and not one more."""
+    before, state, window = looked()
+    found = [saved_and_loaded(tmp_path / name, each) for name, each in (("before", before), ("looked", state))]
+    assert_same(*found)
+    taken = MAIN.take(state, window, (2, 0, 0))
+    loaded = saved_and_loaded(tmp_path / "taken", taken)
+    assert_same(remembered(loaded), remembered(taken))
+    assert loaded.position.tolist() == [5, 9, 0]
+    behind = np.arange(CAPACITY)[None] >= np.asarray(loaded.position)[:, None]
+    for leaf in (loaded.keys, loaded.values):
+        assert not np.asarray(leaf)[:, behind].any()
+
+
+def saved_and_loaded(path, state):
+    gdn.save_state(path, state, cfg=SMALL, weights_id="drawn")
+    return gdn.load_state(path, cfg=SMALL, weights_id="drawn")
+
+
 # What is refused
 
 
